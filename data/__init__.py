@@ -1,0 +1,1 @@
+"""Token shards, tokenizers and one folder with a prepare.py for each data set."""
