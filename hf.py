@@ -1,0 +1,395 @@
+"""Hugging Face folders: import, export and a look inside.
+
+    python hf.py inspect FOLDER_OR_ID [--data_dir=DIR]     method, shape, parameters, key norm order and why
+    python hf.py export OUT_DIR FOLDER                     a run of train.py as config.json, safetensors and tokenizer.json
+
+Read and written are Qwen3, Llama, and the folders of the Depth-Attention reference (arXiv 2606.05014), which say `model_type:
+llama` and choose a method with fields of their own. `key_map` is the one table of names; import, export and the tests go
+through it. What a folder asks for and this model does not have is an error that names the field or the keys, never ignored.
+"""
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections import namedtuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model import GPT, GPTConfig
+
+# The reference's spellings of its baselines, and of depth attention in the older of its two fields.
+BASELINES = {"attnres": "attnres", "block_attnres": "attnres", "block-attnres": "attnres", "attention_residual": "attnres",
+             "attention-residual": "attnres", "denseformer": "denseformer", "densetransformer": "denseformer", "mhc": "mhc"}
+DEPTH_NAMES = ("depth_attention", "depth_softmax")
+# Any of these in config.json makes a `llama` folder one of the reference's, where an absent use_qk_norm means true.
+REFERENCE_FIELDS = ("use_depth_attention", "baseline_mode", "residual_baseline", "recurrent_model", "scale_embeds", "cross_layer_pattern",
+                    "cross_layer_mode", "depth_attention_stride", "depth_softmax_stride", "depth_attention_recent_window",
+                    "depth_recent_window", "use_qk_norm")
+# Fields that change what a Llama or Qwen3 computes, with the values that mean "as here".
+ONLY = {"hidden_act": ("silu", "swish"), "attention_bias": (False, None), "mlp_bias": (False, None), "attention_dropout": (0, None),
+        "scale_embeds": (False, None), "no_residual": (False, None), "partial_rotary_factor": (1, None), "quantization_config": (None,)}
+# Kept by the reference and by old Llama folders, but never used (a norm that forward skips) or derived (rotary frequencies).
+DROPPED = re.compile(r"lm_head_layernorm\.weight|.*rotary_emb\.inv_freq")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table of names
+
+def key_map(config):
+    """The names of every parameter that has a Hugging Face name, as a list of (their key, our key, rows).
+
+    Their tensor is our tensor, or those of its rows (a slice of the first dimension) where ours holds several fused. The rows of
+    one tensor are listed in ascending order and cover it. For a depth without DenseFormer coefficients the reference stores an
+    empty tensor; its rows are an empty slice.
+    """
+    q, kv, inner = config.n_head * config.head_dim, config.n_kv_head * config.head_dim, config.n_inner
+    names = [("model.embed_tokens.weight", "embed.weight", None)]
+    for i in range(config.n_layer):
+        theirs, ours = f"model.layers.{i}.", f"layers.{i}."
+        names += [(theirs + "input_layernorm.weight", ours + "attn_norm.weight", None),
+                  (theirs + "self_attn.q_proj.weight", ours + "attn.qkv.weight", slice(0, q)),
+                  (theirs + "self_attn.k_proj.weight", ours + "attn.qkv.weight", slice(q, q + kv)),
+                  (theirs + "self_attn.v_proj.weight", ours + "attn.qkv.weight", slice(q + kv, q + 2 * kv)),
+                  (theirs + "self_attn.o_proj.weight", ours + "attn.out.weight", None),
+                  (theirs + "post_attention_layernorm.weight", ours + "mlp_norm.weight", None),
+                  (theirs + "mlp.gate_proj.weight", ours + "mlp.gate_up.weight", slice(0, inner)),
+                  (theirs + "mlp.up_proj.weight", ours + "mlp.gate_up.weight", slice(inner, 2 * inner)),
+                  (theirs + "mlp.down_proj.weight", ours + "mlp.down.weight", None)]
+        if config.qk_norm != "none":
+            names += [(theirs + f"self_attn.{x}_norm.weight", ours + f"attn.{x}_norm.weight", None) for x in "qk"]
+    names += connector_names(config)
+    names.append(("model.norm.weight", "norm.weight", None))
+    if not config.tie_embeddings:
+        names.append(("lm_head.weight", "lm_head.weight", None))
+    return names
+
+
+def connector_names(config):
+    """The part of key_map that belongs to the connector."""
+    names = []
+    if config.connector == "attnres":
+        parts = [(i, part) for i in range(config.n_layer) for part in ("attn", "mlp")]  # in the order of our sites
+        prefixes = [(f"model.layers.{i}.attnres_{part}_aggregator.", f"connector.sites.{s}.") for s, (i, part) in enumerate(parts)]
+        for theirs, ours in prefixes + [("model.attnres_final_aggregator.", "connector.final.")]:
+            names += [(theirs + x, ours + x, None) for x in ("pseudo_query", "norm.weight", "recency_bias")]
+    elif config.connector == "mhc":
+        renamed = {"mhc_input_norm.weight": "norm.weight", "mhc_dynamic_projection.weight": "projection.weight"}
+        own = ("pre_logits", "post_logits", "residual_logits", "alpha_pre", "alpha_post", "alpha_res", *renamed)
+        for s, (i, part) in enumerate((i, part) for i in range(config.n_layer) for part in ("attn", "mlp")):
+            names += [(f"model.layers.{i}.{part}_residual_connector.{x}", f"connector.sites.{s}.{renamed.get(x, x)}", None) for x in own]
+        names.append(("model.residual_stream_projector.reduce_logits", "connector.reduce_logits", None))
+    elif config.connector == "denseformer":
+        start = 0
+        for t in range(1, config.n_layer + 1):
+            end = start + (t // config.denseformer_dilation + 1 if t % config.denseformer_period == 0 else 0)
+            names.append((f"model.densetransformer_dwa.alphas.{t - 1}", "connector.alpha", slice(start, end)))
+            start = end
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# config.json -> GPTConfig
+
+Reading = namedtuple("Reading", "fields method order_reason")
+
+
+def read_config(hf, keys, depth=None):
+    """What a config.json says, as Reading(GPTConfig's keyword arguments, the method's name, why k_norm stands where it does).
+
+    hf: the parsed config.json; keys: the names of the folder's tensors, which tell whether q and k are normed; depth: the caller's
+    own choice of GPTConfig.depth, which settles a contradiction in `hf`. Raises ValueError that names the field and its value
+    for what this model does not have.
+    """
+    kind = hf.get("model_type")
+    if kind not in ("llama", "qwen3"):
+        raise ValueError(f"config.json has model_type {kind!r}; expected 'qwen3' or 'llama' (the Depth-Attention reference says llama too)")
+    refuse_unsupported(hf)
+    fields = shape_fields(hf, kind)
+    normed = has_qk_norm(hf, kind, keys)
+    fields["qk_norm"] = "head" if normed else "none"
+    if baseline := selected_baseline(hf):  # the reference then switches depth attention off, whatever its fields say
+        method = baseline
+        fields.update(baseline_fields(hf, baseline))
+    elif wants_depth_attention(hf, depth):
+        method = "depth_attention"
+        fields.update(depth="depth_attention", depth_stride=max(1, first_int(hf, ("depth_attention_stride", "depth_softmax_stride"), 1)),
+                      depth_recent_window=max(0, first_int(hf, ("depth_attention_recent_window", "depth_recent_window"), 0)))
+    else:
+        method = "qwen3" if kind == "qwen3" else "vanilla_qknorm" if normed else "llama"
+    fields["k_norm_after_rope"], reason = norm_order(hf, method, normed)
+    return Reading(fields, method, reason)
+
+
+def refuse_unsupported(hf):
+    for field, fine in ONLY.items():
+        if field in hf and hf[field] not in fine:
+            raise ValueError(f"config.json has {field} {hf[field]!r}; this model supports only {fine[0]!r}")
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = hf.get(field) or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default" or rope.get("partial_rotary_factor", 1) != 1:
+            raise ValueError(f"config.json has {field} {hf[field]!r}; this model rotates whole heads by plain positions, without scaling")
+    if other := sorted(set(hf.get("layer_types") or []) - {"full_attention"}):
+        raise ValueError(f"config.json has layer_types {', '.join(other)}; this model supports only full_attention")
+    used = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
+    if used and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 0):  # layers below max_window_layers see everything
+        raise ValueError(f"config.json has sliding_window {hf['sliding_window']!r} in use; this model attends to its whole context")
+
+
+def shape_fields(hf, kind):
+    """The fields that all methods share. For an absent optional field, the default of transformers for that model type."""
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    if absent := [x for x in required if type(hf.get(x)) is not int]:
+        raise ValueError(f"config.json has no whole number for {', '.join(absent)}")
+    width, heads = hf["hidden_size"], hf["num_attention_heads"]
+    thetas = {float(x["rope_theta"]) for x in (hf, hf.get("rope_parameters") or {}) if x.get("rope_theta") is not None}
+    if len(thetas) > 1:
+        raise ValueError(f"config.json has rope_theta {hf['rope_theta']!r} and another one in rope_parameters {hf['rope_parameters']!r}")
+    return dict(
+        n_layer=hf["num_hidden_layers"], n_head=heads, n_kv_head=hf.get("num_key_value_heads") or heads, n_embd=width,
+        head_dim=hf.get("head_dim") or (128 if kind == "qwen3" else width // heads), n_inner=hf["intermediate_size"],
+        block_size=hf.get("max_position_embeddings") or (32768 if kind == "qwen3" else 2048), vocab_size=hf["vocab_size"],
+        rope_theta=thetas.pop() if thetas else 10000.0, norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        init_std=float(hf.get("initializer_range", 0.02)), tie_embeddings=bool(hf.get("tie_word_embeddings", False)))
+
+
+def has_qk_norm(hf, kind, keys):
+    """Whether the tensors include query and key norms; ValueError where the config says otherwise."""
+    found = any(key.endswith((".q_norm.weight", ".k_norm.weight")) for key in keys)
+    marks = [x for x in REFERENCE_FIELDS if x in hf] + [x for x in keys if x == "lm_head_layernorm.weight"]
+    if kind == "qwen3":
+        wanted, why = True, "model_type 'qwen3'"
+    elif hf.get("use_qk_norm") is not None:
+        wanted, why = bool(hf["use_qk_norm"]), f"use_qk_norm {hf['use_qk_norm']!r}"
+    elif marks:
+        wanted, why = True, f"no use_qk_norm, which beside the reference's {marks[0]} means true"
+    else:  # a stock Llama has neither the field nor the tensors; a reference folder may lack every field and have the tensors
+        return found
+    if wanted != found:
+        raise ValueError(f"config.json has {why}, but the weights have {'' if found else 'no '}query and key norms "
+                         "(self_attn.q_norm.weight, self_attn.k_norm.weight)")
+    return found
+
+
+def selected_baseline(hf):
+    """The connector that baseline_mode, or its older name residual_baseline, selects; None without one."""
+    chosen = {}
+    for field in ("baseline_mode", "residual_baseline"):
+        value = str(hf.get(field) or "none").strip().lower()
+        if value not in ("none", "null", ""):
+            if value not in BASELINES:
+                raise ValueError(f"config.json has {field} {hf[field]!r}; expected one of {', '.join(BASELINES)}")
+            chosen[field] = BASELINES[value]
+    if len(set(chosen.values())) > 1:
+        raise ValueError(f"config.json has baseline_mode {hf['baseline_mode']!r} and residual_baseline {hf['residual_baseline']!r}; "
+                         "expected the same or one of them")
+    return next(iter(chosen.values()), None)
+
+
+def baseline_fields(hf, baseline):
+    """A connector's options, with the reference's fallbacks: an unreadable number counts as absent, one below 1 as 1."""
+    def positive(default, *names):
+        value = next((hf[x] for x in names if hf.get(x) not in (None, "")), default)
+        try:
+            return max(1, int(value))
+        except (TypeError, ValueError):
+            return default
+    if baseline == "attnres":
+        return dict(connector="attnres", attnres_sources="snapshots", attnres_block_size=positive(12, "attnres_block_size"),
+                    attnres_recency_bias_init=float(hf.get("attnres_recency_bias_init", 3.0)))
+    if baseline == "denseformer":
+        return dict(connector="denseformer",
+                    denseformer_dilation=positive(1, "denseformer_dwa_dilation", "densetransformer_dwa_dilation"),
+                    denseformer_period=positive(1, "denseformer_dwa_period", "densetransformer_dwa_period"))
+    return dict(connector="mhc", mhc_num_streams=positive(4, "residual_baseline_num_streams", "mhc_num_streams"),
+                mhc_sinkhorn_iters=positive(20, "mhc_sinkhorn_iters"), mhc_alpha_init=float(hf.get("mhc_alpha_init", 0.01)))
+
+
+def wants_depth_attention(hf, depth):
+    """Whether the folder mixes values across depth: use_depth_attention, or one of the two fields that used to say so."""
+    pattern = hf.get("cross_layer_pattern")
+    said = [x for x in ("cross_layer_pattern", "cross_layer_mode") if hf.get(x) in DEPTH_NAMES]
+    said = ["use_depth_attention"] * bool(hf.get("use_depth_attention")) + said
+    if depth is not None:
+        return depth == "depth_attention" and bool(said)
+    if not said and pattern not in (None, "", "none"):
+        raise ValueError(f"config.json has cross_layer_pattern {pattern!r}; this model supports only {' and '.join(DEPTH_NAMES)}")
+    if said and hf.get("recurrent_model") is False:
+        raise ValueError(f"config.json has {said[0]} {hf[said[0]]!r} and recurrent_model False, with which early versions of the reference "
+                         "mix nothing and later ones do; say which with depth='none' or depth='depth_attention'")
+    return bool(said)
+
+
+def first_int(hf, names, default):
+    """The first of these fields that is there. The reference fails at a null, so it is refused."""
+    name = next((x for x in names if x in hf), None)
+    try:
+        return default if name is None else int(hf[name])
+    except (TypeError, ValueError):
+        raise ValueError(f"config.json has {name} {hf[name]!r}; expected a whole number") from None
+
+
+def norm_order(hf, method, normed):
+    """(k_norm_after_rope, why). The tensors cannot tell: they are the same for both orders."""
+    if not normed:
+        return False, "there are no query and key norms"
+    if hf.get("k_norm_after_rope") is not None:
+        return bool(hf["k_norm_after_rope"]), "config.json records it as k_norm_after_rope"
+    if method == "qwen3":
+        return False, "Qwen3 norms keys before it rotates them"
+    if method in ("depth_attention", "vanilla_qknorm"):
+        return True, "the reference trains this method with its sdpa attention class, which rotates keys before it norms them"
+    return False, "the reference's recipe trains this baseline with its FlashAttention class, which norms keys before it rotates them"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Import
+
+class Folder:
+    """A Hugging Face checkpoint in a local folder or on the Hub.
+
+    Attributes: name; config, its config.json; where, a dict from each tensor's name to the safetensors file that holds it. Files of
+    a Hub repository are downloaded into huggingface_hub's cache. Raises ValueError for a folder that does not exist or cannot
+    be read, and for a repository that cannot be reached.
+    """
+    def __init__(self, path_or_repo_id):
+        self.name = os.fspath(path_or_repo_id)
+        self.files = set(os.listdir(self.name)) if os.path.isdir(self.name) else None  # None: on the Hub
+        if self.files is None and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", self.name):
+            raise ValueError(f"there is no folder {self.name!r}; expected one with a config.json, or the id of a Hugging Face "
+                             "repository (owner/name)")
+        path = self.find("config.json")
+        if path is None:
+            run = any(name.startswith("ckpt_") for name in self.files or ())
+            raise ValueError(f"{self.name} has no config.json" + ("; it is a run of train.py, which hf.py export turns into one" if run else ""))
+        self.config = read_json(path)
+        self.where = {}
+        for shard in self.shards():
+            with open_shard(shard) as file:
+                self.where.update((key, shard) for key in file.keys())
+
+    def find(self, name):
+        """The path of one of the files, downloaded if need be; None if there is no such file."""
+        if self.files is not None:
+            return os.path.join(self.name, name) if name in self.files else None
+        try:
+            from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+        except ImportError:
+            raise ValueError(f"there is no folder {self.name!r}, and the Hub needs huggingface_hub: pip install huggingface_hub") from None
+        try:
+            return hf_hub_download(self.name, name)
+        except Exception as error:  # the client's own errors, its HTTP library's and OSErrors; a user needs one sentence
+            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+                return None
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            raise ValueError(f"there is no folder {self.name!r}, and it could not be fetched from the Hugging Face Hub ({cause}); check the "
+                             "name and the network, or give a local folder") from None
+
+    def shards(self):
+        """The paths of the safetensors files."""
+        index = self.find("model.safetensors.index.json")
+        names = sorted(set(read_json(index)["weight_map"].values())) if index else ["model.safetensors"]
+        paths = [self.find(name) for name in names]
+        if None in paths:
+            pickled = any(name.endswith(".bin") for name in self.files or ())
+            raise ValueError(f"{self.name} has no {names[paths.index(None)]}"
+                             + ("; its .bin files are pickles, which are not read: save it as safetensors" if pickled else ""))
+        return paths
+
+    def tensor(self, key):
+        """One tensor. Its file is opened for it alone, since the pages of a mapping count as the process's memory until it is closed."""
+        with open_shard(self.where[key]) as file:
+            return file.get_tensor(key)
+
+
+def read_json(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from None
+
+
+def open_shard(path):
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
+
+
+def load(path_or_repo_id, dtype="float32", device="cpu", **overrides):
+    """A GPT with the weights of a Hugging Face folder, in eval mode.
+
+    path_or_repo_id: a local folder, or owner/name on the Hub; dtype: of the parameters, as a torch.dtype or its name, 'auto' = as
+    stored; device: where they go; overrides: fields of GPTConfig, in particular k_norm_after_rope (see norm_order).
+    Tensors are read one at a time into the model's parameters, so the memory needed is the model's and one tensor's.
+    Raises ValueError that names the fields, keys or shapes that do not fit.
+    """
+    folder = Folder(path_or_repo_id)
+    config = folder_config(folder, **overrides)
+    check_keys(folder, config)
+    model = empty_model(config, torch_dtype(folder, dtype), device)
+    state = model.state_dict()
+    for key, ours, rows in key_map(config):
+        tensor, target = folder.tensor(key), state[ours] if rows is None else state[ours][rows]
+        if tensor.shape != target.shape or not tensor.is_floating_point():
+            raise ValueError(f"{folder.name}: {key} is {tensor.dtype} of shape {list(tensor.shape)}; its config.json asks for floating-point "
+                             f"numbers of shape {list(target.shape)}")
+        target.copy_(tensor)
+    if config.tie_embeddings and "lm_head.weight" in folder.where:  # some writers repeat the tied matrix
+        if not torch.equal(folder.tensor("lm_head.weight"), folder.tensor("model.embed_tokens.weight")):
+            raise ValueError(f"{folder.name}: config.json has tie_word_embeddings true, but lm_head.weight differs from model.embed_tokens.weight")
+    return model.eval()
+
+
+def folder_config(folder, **overrides):
+    """The GPTConfig of a folder, with some fields replaced."""
+    known = [field.name for field in dataclasses.fields(GPTConfig)]
+    if unknown := [name for name in overrides if name not in known]:
+        raise ValueError(f"{unknown[0]!r} is not a field of GPTConfig; expected one of {', '.join(known)}")
+    try:
+        return GPTConfig(**{**read_config(folder.config, folder.where, overrides.get("depth")).fields, **overrides})
+    except ValueError as error:
+        raise ValueError(f"{folder.name}: {error}") from None
+
+
+def check_keys(folder, config):
+    """Raises ValueError unless the folder has every tensor that the model needs, and no other."""
+    with torch.device("meta"):
+        needed = GPT(config).state_dict().keys()
+    names = key_map(config)
+    if nameless := sorted(needed - {ours for _, ours, _ in names}):
+        raise ValueError(f"{folder.name}: no Hugging Face folder holds {nameless[0]}, which the overrides ask for")
+    wanted = {key for key, _, _ in names}
+    found = {key for key in folder.where if not DROPPED.fullmatch(key)} - ({"lm_head.weight"} if config.tie_embeddings else set())
+    for what, keys in (("lacks", wanted - found), ("has the unexpected", found - wanted)):
+        if keys:
+            more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+            raise ValueError(f"{folder.name} {what} tensors {', '.join(sorted(keys)[:8])}{more} for the model that its config.json describes")
+
+
+def torch_dtype(folder, name):
+    """The torch.dtype of that name; for 'auto' the one in which the folder stores its embedding."""
+    if name == "auto":
+        return folder.tensor("model.embed_tokens.weight").dtype
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype is {name!r}; expected auto, float32, bfloat16, float16 or float64")
+    return dtype
+
+
+def empty_model(config, dtype, device):
+    """A GPT whose parameters are allocated but not initialised, which for a large model takes longer than reading it."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model = model.to(dtype).to_empty(device=device)
+    # The rotary tables are derived, and stay float32: they are those of the smallest model with the same heads and context.
+    donor = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=1, n_inner=1, vocab_size=1, head_dim=config.head_dim, block_size=config.block_size,
+                          rope_theta=config.rope_theta))
+    for name, table in donor.named_buffers():
+        setattr(model, name, table.to(device))
+    return model
