@@ -1,0 +1,100 @@
+"""The model against numbers of the reference (tests/fixtures/README.md): logits, loss, gradients and greedy tokens of every method."""
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import model as definitions
+from hf import key_map
+from model import GPT
+
+FIXTURES = Path(__file__).parent / "fixtures"
+METHODS = ("vanilla_qknorm", "depth_", "attnres_", "denseformer_", "mhc_")
+EXPECTED = {path.name: load_file(path / "expected.safetensors") for path in sorted(FIXTURES.iterdir()) if path.is_dir()}
+MODELS = [(case, order) for case in EXPECTED if case.startswith(METHODS) for order in ("pre_rope", "post_rope") if f"{order}.logits" in EXPECTED[case]]
+# Gradients that are zero but for rounding: AttnRes' first aggregator has two equal sources, mHC's first streams are equal.
+ZERO_GRADIENTS = ("layers.0.attnres_attn_aggregator.", "layers.0.attn_residual_connector.pre_logits", "layers.0.attn_residual_connector.alpha_pre")
+
+
+def close(found, expected, absolute, relative=0.0):
+    """Largest difference at most absolute + relative * max|expected|."""
+    assert found.shape == expected.shape
+    difference = (found - expected).abs().max().item() if expected.numel() else 0.0
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    assert difference <= absolute + relative * scale, f"{difference} > {absolute} + {relative} * {scale}"
+
+
+def pretrained(case, order):
+    return GPT.from_pretrained(FIXTURES / case, k_norm_after_rope=order == "post_rope")
+
+
+def test_every_case_is_here():
+    assert len(MODELS) == 19 and {case for case, _ in MODELS} == {path.parent.name for path in FIXTURES.glob("*/model.safetensors")}
+
+
+@pytest.mark.parametrize("case, order", MODELS)
+def test_logits_loss_and_greedy_tokens(case, order):
+    model, expected = pretrained(case, order), EXPECTED[case]
+    ids = expected["input_ids"]
+    with torch.no_grad():
+        close(model(ids)[0], expected[f"{order}.logits"], 2e-4)
+        close(model(ids[:, :-1], ids[:, 1:])[1], expected[f"{order}.loss"].squeeze(), 1e-5)
+    for use_cache in (True, False):
+        continued = model.generate(ids, expected[f"{order}.greedy_ids"].shape[1], temperature=0, use_cache=use_cache)
+        assert continued[:, ids.shape[1]:].tolist() == expected[f"{order}.greedy_ids"].tolist()
+
+
+@pytest.mark.parametrize("case, order", MODELS)
+def test_gradients(case, order):
+    model, expected = pretrained(case, order), EXPECTED[case]
+    ids = expected["input_ids"]
+    model(ids[:, :-1], ids[:, 1:])[1].backward()
+    ours = dict(model.named_parameters())
+    gradients = {key: ours[name].grad if rows is None else ours[name].grad[rows] for key, name, rows in key_map(model.config)}
+    compared = set()
+    for name, value in expected.items():
+        if name.startswith((f"{order}.grad.", f"{order}.grad_norm.")):
+            kind, key = name.split(".", 2)[1:]
+            found = gradients[key] if kind == "grad" else gradients[key].norm().reshape(value.shape)
+            close(found, value, 3e-5, 0.0 if key.removeprefix("model.").startswith(ZERO_GRADIENTS) else 1e-3)
+            compared.add(key)
+    kinds = {re.sub(r"\d+", "N", name) for key, name, _ in key_map(model.config) if key in compared}
+    # Not every case stores every layer, but each kind of parameter is there, the MLP's gate excepted in some.
+    assert {re.sub(r"\d+", "N", name) for name in ours} - kinds <= {"layers.N.mlp.gate_up.weight"}
+
+
+def test_the_two_norm_orders_differ():
+    for case, order in MODELS:
+        if order == "pre_rope":
+            assert (EXPECTED[case]["pre_rope.logits"] - EXPECTED[case]["post_rope.logits"]).abs().max() > 1e-2
+
+
+def test_depth_mix():
+    case = EXPECTED["value_mix_unit"]
+    mixed = definitions.depth_mix(case["q_heads"], case["self_k"], case["self_v"], case["cross_k"], case["cross_v"])
+    close(mixed, case["mixed"], 1e-6)
+    listed = definitions.depth_mix(case["q_heads"], case["self_k"], case["self_v"], list(case["cross_k"]), list(case["cross_v"]))
+    assert torch.equal(mixed, listed)
+
+
+@pytest.mark.parametrize("operator", [definitions.moda_attention, definitions.joint_attention], ids=["definition", "joint"])
+@pytest.mark.parametrize("case", [case for case in EXPECTED if case.startswith("moda_op_")])
+def test_moda_operator(case, operator):
+    expected = EXPECTED[case]
+    heads = {name: expected[name].transpose(1, 2).requires_grad_() for name in "qkv"}  # [B,T,H,d] -> [B,H,T,d]
+    slots = {name: expected[name].permute(2, 0, 3, 1, 4).contiguous().requires_grad_() for name in ("kd", "vd")}  # [B,T,L,G,d] -> [L,B,G,T,d]
+    o = operator(*heads.values(), *slots.values())
+    close(o.transpose(1, 2), expected["o"], 2e-6)
+    if operator is definitions.joint_attention and not len(slots["kd"]):
+        inputs = list(heads.values())  # without slots it is plain attention, which does not look at them
+    else:
+        inputs = [*heads.values(), *slots.values()]
+    gradients = torch.autograd.grad(o, inputs, expected["do"].transpose(1, 2), allow_unused=True)
+    for name, gradient in zip((*heads, *slots), gradients):
+        if gradient is None:
+            assert not expected["d" + name].numel()
+            continue
+        back = gradient.transpose(1, 2) if name in heads else gradient.permute(1, 3, 0, 2, 4)
+        close(back, expected["d" + name], 2e-6, 1e-6)
