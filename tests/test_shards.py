@@ -11,6 +11,7 @@ import torch
 from data import shards
 from data.shards import DataError, Prefetcher, batch_at, check_vocab, check_windows, eval_windows, open_split, permute, write_shard
 
+
 def header(magic=shards.MAGIC, version=1, count=0):
     words = np.zeros(256, "<i4")
     words[:3] = magic, version, count
@@ -59,8 +60,9 @@ def test_headerless_files_are_read(tmp_path, tokens):
     assert split.n_tokens == len(tokens) and split.read(0, 0, len(tokens)).tolist() == tokens
 
 
-@pytest.mark.parametrize("ids, words", [([1, 70000], "70000"), ([3, -1], "-1"), ([65536], "65536"), ([], "0 were given"), ([0.5], "integers"), ([[1, 2]], "flat"),
-                                        (np.array([2**40]), str(2**40)), (np.array([-2], np.int16), "-2")])
+@pytest.mark.parametrize("ids, words", [
+    ([1, 70000], "70000"), ([3, -1], "-1"), ([65536], "65536"), ([], "0 were given"), ([0.5], "integers"), ([[1, 2]], "flat"),
+    (np.array([2**40]), str(2**40)), (np.array([-2], np.int16), "-2")])
 def test_unsuitable_ids_are_refused_and_leave_no_file(tmp_path, ids, words):
     with pytest.raises(DataError, match=words):
         write_shard(tmp_path / "train.bin", ids)
@@ -203,7 +205,7 @@ def test_an_epoch_reads_every_window_once_and_none_crosses_a_shard(tmp_path):
     split = make_split(tmp_path, 41, 4, 5, 44, 23)     # 10, 0, 1, 10 and 5 windows of 4 + 1 tokens
     expected = [start + i for start, n in ((0, 10), (45, 1), (50, 10), (94, 5)) for i in range(0, 4 * n, 4)]
     assert split.n_windows(4) == len(expected) == 26
-    read = sum(run_batches(split, range(13)), [])      # 13 * 8 = 4 epochs
+    read = [start for step in run_batches(split, range(13)) for start in step]   # 13 * 8 = 4 epochs
     epochs = [read[i:i + 26] for i in range(0, 104, 26)]
     assert all(sorted(epoch) == expected for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4 and sorted(epochs[0]) != epochs[0]
@@ -226,7 +228,7 @@ def test_batches_depend_on_step_alone_and_on_the_seed(tmp_path):
 
 def test_fewer_windows_than_a_global_batch_cross_epochs(tmp_path):
     split = make_split(tmp_path, 9, 5)                 # 3 windows
-    read = sum(run_batches(split, range(3)), [])
+    read = [start for step in run_batches(split, range(3)) for start in step]
     assert all(sorted(read[i:i + 3]) == [0, 4, 9] for i in range(0, 24, 3))
 
 
@@ -335,7 +337,7 @@ def test_batches_are_checked_against_the_vocabulary(tmp_path):
 
 # Reading ahead
 
-ARGUMENTS = dict(rank=1, world_size=2, batch_size=2, global_batch_size=12, block_size=4, seed=5)
+ARGUMENTS = {"rank": 1, "world_size": 2, "batch_size": 2, "global_batch_size": 12, "block_size": 4, "seed": 5}
 
 
 def test_prefetcher_gives_the_batches_of_batch_at_in_any_order(tmp_path):
