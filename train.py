@@ -1,0 +1,603 @@
+"""
+Pretraining of model.py on one process, on one machine or on many:
+
+    python train.py config/quickstart.py                                     # a laptop's CPU, minutes
+    torchrun --standalone --nproc_per_node=8 train.py config/depth_3b.py     # 8 GPUs of one machine
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/depth_3b.py --init_from=auto
+
+Every option below can be set in a config file or as --name=value, and so can every field of GPTConfig; --help lists them all.
+The run's folder holds log.jsonl, ckpt_last.pt and ckpt_best.pt (checkpoint.py says what is in them).
+
+A step is one update of the weights, and `step` counts the updates made so far. Which tokens a step reads, its learning rate and
+its result depend on the step alone: not on the number of processes, not on how often the run was stopped and continued.
+"""
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+import configurator
+from data import shards
+from data.tokenizer import tokenizer_from_meta
+from model import GPT, GPTConfig, IGNORE
+
+# ----------------------------------------------------------------------------------------------------------------------
+# run
+out_dir = "out"  # folder of the run, made if need be (relative to the working directory)
+init_from = "scratch"  # scratch, resume (from ckpt_last.pt), auto (resume if there is one, else scratch), or a Hugging Face folder or Hub id
+eval_only = False  # evaluate, print, write nothing
+max_iters = 2000  # optimizer steps
+eval_interval = 250  # steps between evaluations; each is followed by a checkpoint
+eval_tokens = 1_000_000  # validation tokens of an evaluation, always the same ones; 0 = all
+log_interval = 10  # steps between train lines in log.jsonl and on the console
+save_interval = 0  # steps between checkpoints beyond those of the evaluations; 0 = none
+keep_interval = 0  # steps between checkpoints that are also kept under their number; 0 = none
+keep_count = 0  # how many numbered checkpoints to keep, the newest; 0 = all
+sample_tokens = 0  # tokens of text printed when training ends; 0 = none
+sample_start = ""  # beginning of that text; empty = end-of-text
+# data
+data_dir = "data/pystdlib"  # folder with train*.bin, val*.bin and meta.json (relative to the repository's root)
+block_size = 1024  # tokens in a sequence
+vocab_size = 0  # rows of the embedding; 0 = what meta.json says
+batch_size = 8  # sequences a micro-step and process
+global_batch_size = 0  # sequences a step; accumulation follows from it; 0 = batch_size on every process, no accumulation
+# optimizer
+learning_rate = 6e-4  # peak learning rate
+min_lr = 6e-5  # learning rate at the end of the decay
+warmup_iters = 100  # steps of linear warm-up
+lr_decay_iters = 0  # steps after which min_lr is reached, along a cosine; 0 = max_iters
+weight_decay = 0.1  # AdamW's decay, on everything but norms
+beta1 = 0.9  # AdamW's decay rate of the first moment
+beta2 = 0.95  # AdamW's decay rate of the second moment
+grad_clip = 1.0  # largest norm of the gradient; 0 = no clipping
+# machine
+device = ""  # cpu, cuda, cuda:1, mps; empty = the best there is
+dtype = ""  # float32, bfloat16, float16 of the matmuls (parameters stay float32); empty = bfloat16 on GPUs that have it, float32 elsewhere
+compile = True  # torch.compile the layers; needs a C++ compiler on CPUs
+seed = 1337  # of the weights and of the order of the data
+grad_checkpoint = False  # recompute each layer in the backward pass: less memory, about a third more time
+zero1 = False  # spread the optimizer's state over the processes (ZeRO stage 1)
+grad_bf16 = False  # send gradients between processes as bfloat16: half the traffic, less exact
+dist_timeout = 30  # minutes that a process waits for the others before it gives up
+# Weights & Biases
+wandb_log = False  # log to wandb as well
+wandb_project = "nanodepth"  # wandb's project
+wandb_run_name = ""  # wandb's name of the run; empty = the name of out_dir
+# ----------------------------------------------------------------------------------------------------------------------
+
+MODEL_FIELDS = tuple(field.name for field in dataclasses.fields(GPTConfig))
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Peak dense 16-bit matmul rates in TFLOP/s, from the makers' data sheets; all words of a key must be in the device's name, first match wins.
+PEAKS = {"B200": 2250, "GB200": 2250, "H200": 989, "GH200": 989, "H800": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148,
+         "A100": 312, "A800": 312, "L40S": 362, "L4": 121, "A10G": 70, "RTX 4090": 165, "RTX 3090": 71}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what must be right: pure functions
+
+def lr_at(step, c):
+    """Learning rate of the update that follows `step` updates: linear warm-up to learning_rate at warmup_iters, cosine to min_lr at the last step of the decay."""
+    last = (c.lr_decay_iters or c.max_iters) - 1
+    if step < c.warmup_iters:
+        return c.learning_rate * (step + 1) / (c.warmup_iters + 1)
+    if step >= last:
+        return c.min_lr
+    return c.min_lr + 0.5 * (c.learning_rate - c.min_lr) * (1 + math.cos(math.pi * (step - c.warmup_iters) / (last - c.warmup_iters)))
+
+
+def accumulation_steps(global_batch_size, batch_size, world_size):
+    """Micro-steps a step. Raises ValueError, naming the nearest sizes that work, if the global batch is not a whole number of them."""
+    once = batch_size * world_size
+    if global_batch_size % once:
+        below = global_batch_size // once * once
+        fitting = [n for n in range(1, batch_size + 1) if global_batch_size % (n * world_size) == 0]
+        raise ValueError(f"--global_batch_size={global_batch_size} is not a multiple of --batch_size={batch_size} times {world_size} process{'es' * (world_size > 1)} = {once}. "
+                         f"The nearest that are: {' and '.join(str(n) for n in (below, below + once) if n)}"
+                         f"{f'; or keep it and set --batch_size={fitting[-1]}' if fitting else ''}.")
+    return global_batch_size // once
+
+
+def peak_flops(device_name, dtype):
+    """Peak FLOP/s of a device for matmuls in that dtype, None if unknown: then no MFU is reported rather than a wrong one."""
+    words = set(re.split(r"[\s\-_]+", device_name))
+    known = [peak * 1e12 for key, peak in PEAKS.items() if set(key.split()) <= words]
+    return known[0] if known and dtype != "float32" else None
+
+
+def validate(c):
+    """Raises ValueError for options that cannot work, naming option, value and rule."""
+    def require(name, ok, rule):
+        if not ok:
+            raise ValueError(f"--{name}={getattr(c, name)} {rule}.")
+    for name in ("eval_interval", "log_interval", "block_size", "batch_size", "dist_timeout"):
+        require(name, getattr(c, name) >= 1, "must be at least 1")
+    for name in ("max_iters", "eval_tokens", "save_interval", "keep_interval", "keep_count", "sample_tokens", "vocab_size", "global_batch_size",
+                 "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip"):
+        require(name, getattr(c, name) >= 0, "must not be negative")
+    for name in ("beta1", "beta2"):
+        require(name, 0 <= getattr(c, name) < 1, "must be at least 0 and below 1")
+    require("dtype", c.dtype in ("", *DTYPES), f"must be one of {', '.join(DTYPES)} or empty")
+    require("min_lr", c.min_lr <= c.learning_rate, f"must not be above --learning_rate={c.learning_rate}")
+
+
+def adopt(c, saved):
+    """
+    Options of a resumed run: what was not given now is as it was. Returns sentences about what is different from before.
+    Raises ValueError if the model would be another one.
+    """
+    derived = {name for name in ("vocab_size", "global_batch_size") if not getattr(c, name)}
+    given = c.given & saved.keys() - derived - {"out_dir", "init_from", "eval_only"}
+    for name in saved.keys() & vars(c).keys() - given - {"out_dir", "init_from", "eval_only"}:
+        setattr(c, name, saved[name])
+    model = dataclasses.asdict(GPTConfig(**{name: getattr(c, name) for name in MODEL_FIELDS}))
+    other = [f"{name} is {saved.get(name)!r} in the checkpoint, {model[name]!r} now" for name in MODEL_FIELDS if saved.get(name) != model[name]]
+    if other:
+        raise ValueError(f"{c.out_dir} holds another model: {'; '.join(other)}. Leave these options away to continue it, or start in another --out_dir.")
+    return [f"{name} {saved[name]!r} -> {getattr(c, name)!r}" for name in sorted(given) if getattr(c, name) != saved[name] and name not in MODEL_FIELDS]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# processes
+
+class Ranks:
+    """This process among those that torchrun started: rank, local_rank, world_size, device, and what they do together. Alone, it needs no process group."""
+
+    def __init__(self, c):
+        self.rank, self.local_rank, self.world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        self.main = self.rank == 0
+        self.device = configurator.find_device(c.device, self.local_rank if self.world_size > 1 else None)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=c.dist_timeout), device_id=self.device if backend == "nccl" else None)
+            # For waits that are long and fine, such as a data set being prepared or a checkpoint being written, which must not trip NCCL's timeout.
+            self.patient = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+
+    def sum(self, tensor):
+        """The tensor, summed over all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.patient if tensor.device.type == "cpu" else None)
+        return tensor
+
+    def any(self, flag):
+        """Whether the flag is set on any rank; the same answer everywhere."""
+        return bool(self.sum(torch.tensor(float(bool(flag)))))
+
+    def on_main(self, function, *args):
+        """Calls the function on rank 0 while the others wait, and gives all of them its result, or its ValueError or OSError."""
+        result = [None, None]
+        if self.main:
+            try:
+                result[0] = function(*args)
+            except (ValueError, OSError) as error:
+                result[1] = error
+        if self.world_size > 1:
+            result[1] = result[1] and ValueError(str(result[1]))  # a plain one, which every rank can unpickle
+            dist.broadcast_object_list(result, src=0, group=self.patient)
+        if result[1]:
+            raise result[1]
+        return result[0]
+
+    def print(self, *args):
+        if self.main:
+            print(*args, flush=True)
+
+    def close(self):
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+
+class StopSignals:
+    """Notes SIGTERM and SIGINT instead of dying, so that the loop can finish its step and save. `caught` is the signal's name or ''."""
+
+    def __enter__(self):
+        self.caught = ""
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def note(self, number, frame):
+        if not self.caught:
+            print(f"{signal.Signals(number).name}: finishing the step, then saving.", file=sys.stderr, flush=True)
+        self.caught = signal.Signals(number).name
+
+    def __exit__(self, *exception):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def explained_errors(c, ranks):
+    """Ends the run with a sentence for the failures of the training loop that a user can do something about."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(f"error: rank {ranks.rank} is out of GPU memory at --batch_size={c.batch_size}. Halve it (the global batch and the results stay the same), "
+                         f"or add --grad_checkpoint=True or --zero1=True. PyTorch says: {str(error).splitlines()[0]}") from error
+    except Exception as error:
+        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise SystemExit(f"error: torch.compile failed; --compile=False trains without it. It says: {type(error).__name__}: {text}") from error
+        if ranks.world_size > 1 and (isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search("gloo|Connection|NCCL", str(error))):
+            print(f"error: rank {ranks.rank} has lost another process and stops. Start again with --init_from=auto to continue from {c.out_dir}/ckpt_last.pt. "
+                  f"PyTorch says: {text}", file=sys.stderr, flush=True)
+            os._exit(1)  # an orderly exit would wait for the lost one
+        raise
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# data, model, optimizer
+
+def open_data(c, ranks):
+    """
+    (train split, val split, meta) of data_dir, checked against block_size and vocab_size (which is filled in from meta.json if 0). A tokenizer.json
+    that meta.json only names is taken into meta, which is what checkpoints carry. The standard library's data set is made if it is missing. Raises ValueError.
+    """
+    folder = configurator.find(c.data_dir)
+    if folder == configurator.ROOT / "data/pystdlib":
+        ranks.on_main(prepare, folder)
+    meta = shards.load_meta(folder)
+    said_by = f"{folder / 'meta.json'}" if not c.vocab_size else "--vocab_size"
+    c.vocab_size = c.vocab_size or meta.get("vocab_size", 0)
+    if not c.vocab_size:
+        raise ValueError(f"{folder} has no meta.json that says vocab_size; give --vocab_size.")
+    if meta.get("vocab_size", 0) > c.vocab_size:
+        raise ValueError(f"{folder / 'meta.json'} says vocab_size {meta['vocab_size']}, but the model's is {c.vocab_size}: give --vocab_size={meta['vocab_size']} or more.")
+    train, val = shards.open_split(folder, "train"), shards.open_split(folder, "val")
+    for split, at_least in (train, ranks.world_size), (val, 1):
+        shards.check_windows(split, c.block_size, at_least)
+        shards.check_vocab(split, c.vocab_size, said_by)
+    if meta.get("tokenizer", {}).get("kind") == "json":
+        meta["tokenizer"] = tokenizer_from_meta(meta["tokenizer"], folder).to_meta()
+    return train, val, {"vocab_size": c.vocab_size, "tokenizer": meta.get("tokenizer"), "bytes": meta.get("bytes")}
+
+
+def prepare(folder):
+    """Runs the folder's prepare.py unless its shards and meta.json are there."""
+    if (folder / "meta.json").exists() and list(folder.glob("train*.bin")) and list(folder.glob("val*.bin")):
+        return
+    print(f"{folder} has no data yet: running its prepare.py once.", flush=True)
+    if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
+        raise ValueError(f"{folder / 'prepare.py'} failed (see above); run it by itself, or give another --data_dir.")
+
+
+def find_checkpoint(c):
+    """What --init_from=auto means here: 'resume' or 'scratch'."""
+    return "resume" if (Path(c.out_dir) / "ckpt_last.pt").exists() else "scratch"
+
+
+def build_model(c, ranks, resumed):
+    """The GPT on this rank's device, from the checkpoint, a Hugging Face folder or the seed; c's model fields are filled in with what it has."""
+    torch.manual_seed(c.seed)
+    if resumed or c.init_from == "scratch":
+        model = GPT(GPTConfig(**{name: getattr(c, name) for name in MODEL_FIELDS}))
+    else:
+        model = GPT.from_pretrained(c.init_from, **{name: getattr(c, name) for name in c.given & set(MODEL_FIELDS)})
+    if resumed:
+        checkpoint.load_weights(model, resumed["model"], f"{c.out_dir}/ckpt_last.pt")
+    vars(c).update(dataclasses.asdict(model.config))
+    model.grad_checkpoint = c.grad_checkpoint
+    return model.to(ranks.device)
+
+
+def build_optimizer(model, c, ranks, resumed):
+    """AdamW, on every rank the whole of it or, with --zero1, each rank its share."""
+    optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), ranks.device.type)
+    sharded = c.zero1 and ranks.world_size > 1
+    if sharded:
+        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
+        same = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "fused")}
+        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **same)
+    if resumed:
+        optimizer.load_state_dict(resumed["optimizer"])
+    if resumed and sharded and optimizer.defaults["fused"]:  # its load leaves AdamW's step counts on the CPU, where the fused kernel cannot use them
+        for state in optimizer.optim.state.values():
+            state["step"] = state["step"].to(ranks.device)
+    return optimizer
+
+
+def set_precision(c, ranks):
+    """(autocast context for the forward pass, GradScaler). Raises ValueError for a dtype that the device cannot train in."""
+    kind = ranks.device.type
+    if kind == "cuda":
+        torch.set_float32_matmul_precision("high")  # what stays float32 may use TF32
+        has_bf16 = torch.cuda.get_device_capability(ranks.device) >= (8, 0)
+        c.dtype = c.dtype or ("bfloat16" if has_bf16 else "float16")
+        if c.dtype == "bfloat16" and not has_bf16:
+            raise ValueError(f"--dtype=bfloat16: {torch.cuda.get_device_name(ranks.device)} does not have it; use --dtype=float16 or float32.")
+    c.dtype = c.dtype or "float32"
+    if c.dtype == "float16" and kind != "cuda":
+        raise ValueError(f"--dtype=float16 trains on NVIDIA GPUs only, this is {kind}; use --dtype=float32 or bfloat16.")
+    autocast = contextlib.nullcontext() if c.dtype == "float32" else torch.autocast(kind, DTYPES[c.dtype])
+    return autocast, torch.amp.GradScaler(kind, enabled=c.dtype == "float16")
+
+
+def wrap(model, c, ranks):
+    """The model as the loop calls it: layers compiled, and gradients averaged over the ranks by DDP."""
+    if c.compile:
+        model.compile_blocks()
+    if ranks.world_size == 1:
+        return model
+    ddp = DistributedDataParallel(model, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None, broadcast_buffers=False, gradient_as_bucket_view=True)
+    if c.grad_bf16:
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    return ddp
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the parts of the loop
+
+def accumulate_gradients(model, batches, step, micro_steps, autocast, scaler):
+    """
+    Forward and backward over the micro-steps of a step; the ranks' gradients are averaged in the last one only. Returns this rank's mean loss.
+    Every micro-batch has the same number of targets, so the mean over micro-steps and ranks is the mean over the step's tokens.
+    """
+    total = 0
+    for micro_step in range(micro_steps):
+        x, y = batches.next_batch(step, micro_step)
+        last = micro_step == micro_steps - 1
+        with contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
+            with autocast:
+                loss = model(x, y)[1] / micro_steps
+            scaler.scale(loss).backward()
+        total = total + loss.detach()
+    return total
+
+
+@torch.no_grad()
+def evaluate(model, split, c, ranks, autocast, stop):
+    """
+    Mean loss in nats a token over the fixed windows of the validation split: sum of losses over sum of targets of all ranks, so that it does not
+    depend on batch size or ranks. Reads nothing from and writes nothing to the training's random numbers and data. None if a stop signal came in between.
+    """
+    windows = shards.eval_windows(split, c.block_size, c.eval_tokens)
+    loss_and_count = torch.zeros(2, dtype=torch.float64)
+    model.eval()
+    for first in range(0, len(windows), c.batch_size * ranks.world_size):
+        if stopping := ranks.any(stop.caught):
+            break
+        mine = windows[first + ranks.rank * c.batch_size:][:c.batch_size]
+        if len(mine):
+            x, y = split.windows(mine, c.block_size)
+            missing = (0, 0, 0, c.batch_size - len(mine))  # rows that fill the batch up, so that all have the same shape; they do not count
+            x, y = torch.nn.functional.pad(x, missing), torch.nn.functional.pad(y, missing, value=IGNORE)
+            with autocast:
+                loss = model(x.to(ranks.device), y.to(ranks.device))[1]
+            loss_and_count += torch.tensor([loss.item(), 1.0]).double() * len(mine) * c.block_size
+    model.train()
+    loss, count = ranks.sum(loss_and_count).tolist()
+    return None if stopping else loss / count
+
+
+def save(c, ranks, model, optimizer, scaler, step, best_val_loss, data, best):
+    """Writes ckpt_last.pt (and ckpt_best.pt, and a numbered one if it is time). Called by all ranks; raises CheckpointError, and refuses weights that are not finite."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+
+    def write():
+        bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+        if bad:
+            raise checkpoint.CheckpointError(f"step {step}: {bad[0]} is not finite any more ({len(bad)} parameters are not); nothing was saved, {last_good(c)}.")
+        rng = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(ranks.device) if ranks.device.type == "cuda" else None}
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step, "best_val_loss": best_val_loss,
+                 "config": c.as_dict(), "rng": rng, "data": data}
+        folder = Path(c.out_dir)
+        # The best one first: if the run dies in between, the last one is older and the evaluation that found the best is made again.
+        checkpoint.save(folder / ("ckpt_best.pt" if best else "ckpt_last.pt"), state)
+        if best:
+            checkpoint.copy(folder / "ckpt_best.pt", folder / "ckpt_last.pt")
+        if c.keep_interval and step and step % c.keep_interval == 0:
+            checkpoint.keep(folder, step, c.keep_count)
+
+    ranks.on_main(write)
+
+
+def last_good(c):
+    path = Path(c.out_dir) / "ckpt_last.pt"
+    return f"{path} is from before" if path.exists() else "there is no checkpoint yet"
+
+
+def check_finite(step, loss, grad_norm, c, scaler):
+    """Ends the run before the update if the loss or the gradient is not finite. All ranks see the same two numbers, so all of them stop."""
+    overflow = scaler.is_enabled() and scaler.get_scale() > 1  # float16: the scaler skips such an update and lowers its scale
+    if math.isfinite(loss) and (math.isfinite(grad_norm) or overflow):
+        return
+    raise SystemExit(f"error: step {step}: the {'gradient' if math.isfinite(loss) else 'loss'} is not finite (loss {loss}, gradient norm {grad_norm}). "
+                     f"The update was not made and {last_good(c)}. Lower --learning_rate={c.learning_rate}, lengthen --warmup_iters={c.warmup_iters}, or look at the data of this step.")
+
+
+def describe(c, model, ranks):
+    """The log's first line: everything that is needed to make the run again."""
+    def git(*args):
+        result = subprocess.run(["git", "-C", configurator.ROOT, *args], capture_output=True, text=True) if shutil.which("git") else None
+        return result.stdout.strip() if result and result.returncode == 0 else ""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__, "cuda": torch.version.cuda}
+    return {"config": c.as_dict(), "versions": versions, "git": git("rev-parse", "HEAD") + "+changes" * bool(git("status", "--porcelain", "--untracked-files=no")),
+            "device": device_name(ranks.device), "world_size": ranks.world_size, "n_params": model.num_params(), "n_params_without_embedding": model.num_params(embedding=False)}
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def open_wandb(c, header):
+    """A function (line) -> None that sends a log line to wandb. Whatever is missing costs one warning: never a prompt, never the run."""
+    def nothing(line):
+        pass
+    if not c.wandb_log:
+        return nothing
+    if importlib.util.find_spec("wandb") is None:
+        print("warning: --wandb_log=True, but wandb is not installed (pip install wandb); the run logs to log.jsonl alone.", file=sys.stderr)
+        return nothing
+    try:
+        import wandb
+        mode = os.environ.get("WANDB_MODE", "online")
+        if mode == "online" and not wandb.api.api_key:
+            print("warning: wandb is not logged in (wandb login); this run is kept offline, `wandb sync` sends it later.", file=sys.stderr)
+            mode = "offline"
+        id_file = Path(c.out_dir) / "wandb_id.txt"  # a resumed run continues its curve
+        if not id_file.exists():
+            id_file.write_text(wandb.util.generate_id())
+        run = wandb.init(project=c.wandb_project, name=c.wandb_run_name or Path(c.out_dir).resolve().name, id=id_file.read_text(), resume="allow", mode=mode,
+                         dir=c.out_dir, config=header, settings=wandb.Settings(init_timeout=60, console="off"))
+    except Exception as error:  # wandb's ways of failing are its own, and none is worth the run
+        print(f"warning: wandb did not start ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); the run logs to log.jsonl alone.", file=sys.stderr)
+        return nothing
+    return lambda line: run.log({name: value for name, value in line.items() if value is not None}, step=line["step"])
+
+
+def print_sample(c, ranks, model, data):
+    try:
+        tokenizer = tokenizer_from_meta(data["tokenizer"])
+        ids = tokenizer.encode(c.sample_start) or [tokenizer.eot or 0]
+    except ValueError as error:
+        return print(f"No sample: {error}")
+    generator = torch.Generator(ranks.device).manual_seed(c.seed)
+    out = model.generate(torch.tensor([ids], device=ranks.device), c.sample_tokens, temperature=0.8, top_k=50, generator=generator, stop_token=tokenizer.eot)
+    print(f"{'-' * 40} a sample\n{tokenizer.decode(out[0].tolist())}\n{'-' * 40}", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+def main(argv=None):
+    c = configurator.configure(__file__, argv, model_fields=True)
+    with configurator.clean_errors():
+        validate(c)
+        ranks = Ranks(c)
+    try:
+        train(c, ranks)
+    finally:
+        ranks.close()
+
+
+def train(c, ranks):
+    # Set-up: whatever can be wrong is found here, before anything is written.
+    with configurator.clean_errors():
+        if c.init_from == "auto":
+            c.init_from = ranks.on_main(find_checkpoint, c)
+        resumed = checkpoint.load(Path(c.out_dir) / "ckpt_last.pt") if c.init_from == "resume" else None
+        changes = adopt(c, resumed["config"]) if resumed else []
+        validate(c)
+        c.global_batch_size = c.global_batch_size or c.batch_size * ranks.world_size
+        micro_steps = accumulation_steps(c.global_batch_size, c.batch_size, ranks.world_size)
+        train_split, val_split, data = open_data(c, ranks)
+        autocast, scaler = set_precision(c, ranks)
+        model = build_model(c, ranks, resumed)
+        optimizer = build_optimizer(model, c, ranks, resumed)
+    step, best_val_loss = 0, math.inf
+    if resumed:
+        step, best_val_loss = resumed["step"], resumed["best_val_loss"]
+        scaler.load_state_dict(resumed["scaler"])
+        torch.set_rng_state(resumed["rng"]["torch"])
+        if ranks.device.type == "cuda" and resumed["rng"]["cuda"] is not None:
+            torch.cuda.set_rng_state(resumed["rng"]["cuda"], ranks.device)
+    header = describe(c, model, ranks)
+    tokens_per_step = c.global_batch_size * c.block_size
+    peak, flops = peak_flops(device_name(ranks.device), c.dtype), model.mfu_flops_per_token(c.block_size)
+    bytes_per_token = (data["bytes"] or {}).get("val", 0) / val_split.n_tokens
+    ranks.print(f"{header['n_params']:,} parameters on {ranks.world_size} x {header['device']} in {c.dtype}; {train_split.n_tokens:,} training tokens.")
+    ranks.print(f"A step is {c.global_batch_size} sequences of {c.block_size} = {tokens_per_step:,} tokens: {micro_steps} micro-step{'s' * (micro_steps > 1)} of {c.batch_size} "
+                f"on {ranks.world_size} process{'es' * (ranks.world_size > 1)}. Warm-up ends at step {c.warmup_iters}, the run at step {c.max_iters}.")
+    if resumed:
+        ranks.print(f"Resuming after step {step}.", f"OTHER SETTINGS than before: {'; '.join(changes)}." if changes else "")
+    wrapped = wrap(model, c, ranks)
+
+    def eval_line(val_loss):
+        return {"step": step, "val_loss": val_loss, **({"val_bpb": val_loss / math.log(2) / bytes_per_token} if bytes_per_token else {})}
+
+    if c.eval_only:
+        with StopSignals() as stop, explained_errors(c, ranks):
+            val_loss = evaluate(model, val_split, c, ranks, autocast, stop)
+        if val_loss is not None:
+            ranks.print(*(f"{name} {value:.6f}" if name != "step" else f"step {value}:" for name, value in eval_line(val_loss).items()))
+        return
+
+    with configurator.clean_errors():
+        ranks.on_main(checkpoint.start_log, c.out_dir, header, step if resumed else None)
+    to_wandb = open_wandb(c, header) if ranks.main else None
+
+    def log(line):
+        if ranks.main:
+            checkpoint.log(c.out_dir, line)
+            to_wandb(line)
+
+    saved, stopping, timed_from, tokens_logged = step if resumed else None, False, None, step * tokens_per_step
+    prefetcher = shards.Prefetcher(train_split, micro_steps, ranks.device, rank=ranks.rank, world_size=ranks.world_size, batch_size=c.batch_size,
+                                   global_batch_size=c.global_batch_size, block_size=c.block_size, seed=c.seed, vocab_size=c.vocab_size)
+    with StopSignals() as stop, prefetcher as batches, explained_errors(c, ranks):
+        busy, clock = 0.0, time.perf_counter()
+        while True:
+            # Evaluate and save.
+            best = False
+            due = step == c.max_iters or step % c.eval_interval == 0
+            if due and not stopping:
+                val_loss = evaluate(model, val_split, c, ranks, autocast, stop)
+                stopping = val_loss is None
+                if not stopping:
+                    check_finite(step, val_loss, 0.0, c, scaler)
+                    best, best_val_loss = val_loss < best_val_loss, min(val_loss, best_val_loss)
+                    log(eval_line(val_loss))
+                    ranks.print(f"step {step}: val loss {val_loss:.4f}", f"({eval_line(val_loss)['val_bpb']:.4f} bits per byte)" if bytes_per_token else "")
+            due = due or stopping or any(n and step and step % n == 0 for n in (c.save_interval, c.keep_interval))
+            if due and (saved != step or best):
+                with configurator.clean_errors():
+                    save(c, ranks, model, optimizer, scaler, step, best_val_loss, data, best)
+                saved = step
+            if step == c.max_iters or stopping:
+                break
+
+            # One update.
+            clock = time.perf_counter() if due else clock
+            lr = lr_at(step, c)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            loss = accumulate_gradients(wrapped, batches, step, micro_steps, autocast, scaler)
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
+            loss, stopping = (ranks.sum(torch.stack([loss, torch.full_like(loss, bool(stop.caught))])) / ranks.world_size).tolist()
+            grad_norm = norm.item()
+            check_finite(step + 1, loss, grad_norm, c, scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+
+            # Report.
+            busy, clock = busy + time.perf_counter() - clock, time.perf_counter()
+            timed_from = timed_from or (step, clock)  # the first step of a process compiles and warms up: the time left is estimated without it
+            if step % c.log_interval == 0 or step == c.max_iters:
+                tokens = step * tokens_per_step
+                speed = (tokens - tokens_logged) / busy
+                mfu = speed * flops / (peak * ranks.world_size) if peak else None
+                log({"step": step, "train_loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": tokens, "tokens_per_s": speed, "mfu": mfu})
+                left = (clock - timed_from[1]) / max(1, step - timed_from[0]) * (c.max_iters - step)
+                ranks.print(f"step {step}/{c.max_iters}: loss {loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, {speed:,.0f} tokens/s{f', {100 * mfu:.1f} % MFU' if mfu else ''}, "
+                            f"{timedelta(seconds=round(left))} left")
+                busy, tokens_logged = 0.0, tokens
+
+    if stopping:
+        ranks.print(f"Stopped by {stop.caught or 'a signal to another process'} after step {step}, saved; --init_from=resume continues.")
+    elif c.sample_tokens and ranks.main and data["tokenizer"]:
+        print_sample(c, ranks, model, data)
+
+
+if __name__ == "__main__":
+    main()
