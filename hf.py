@@ -19,6 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+import checkpoint
+from configurator import clean_errors, find, find_device
+from data.shards import DataError, check_ids, eval_windows, open_split
+from data.tokenizer import ByteTokenizer, BPETokenizer, JSONTokenizer, need, tokenizer_from_meta
 from model import GPT, GPTConfig
 
 # The reference's spellings of its baselines, and of depth attention in the older of its two fields.
@@ -340,9 +344,9 @@ def load(path_or_repo_id, dtype="float32", device="cpu", **overrides):
             raise ValueError(f"{folder.name}: {key} is {tensor.dtype} of shape {list(tensor.shape)}; its config.json asks for floating-point "
                              f"numbers of shape {list(target.shape)}")
         target.copy_(tensor)
-    if config.tie_embeddings and "lm_head.weight" in folder.where:  # some writers repeat the tied matrix
-        if not torch.equal(folder.tensor("lm_head.weight"), folder.tensor("model.embed_tokens.weight")):
-            raise ValueError(f"{folder.name}: config.json has tie_word_embeddings true, but lm_head.weight differs from model.embed_tokens.weight")
+    repeated = config.tie_embeddings and "lm_head.weight" in folder.where  # some writers store the tied matrix twice
+    if repeated and not torch.equal(folder.tensor("lm_head.weight"), folder.tensor("model.embed_tokens.weight")):
+        raise ValueError(f"{folder.name}: config.json has tie_word_embeddings true, but lm_head.weight differs from model.embed_tokens.weight")
     return model.eval()
 
 
@@ -393,3 +397,251 @@ def empty_model(config, dtype, device):
     for name, table in donor.named_buffers():
         setattr(model, name, table.to(device))
     return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Export
+
+def export(model_or_checkpoint, folder, tokenizer=None, dtype=None, max_shard_bytes=4 * 2**30):
+    """Write a model as a Hugging Face folder: config.json, model.safetensors (several above max_shard_bytes), tokenizer.json.
+
+    model_or_checkpoint: a GPT, or a checkpoint as checkpoint.load returns it; tokenizer: one of data/tokenizer.py, by default the
+    checkpoint's; dtype: of the tensors, None = as they are, so that load gives back the same bits.
+    A vanilla model becomes a Qwen3 or a Llama, which transformers runs; the others have the reference's fields and keys.
+    Returns the sentences that a user should read. Raises ValueError for a model that has no Hugging Face form.
+    """
+    if isinstance(model_or_checkpoint, GPT):
+        config, state = model_or_checkpoint.config, model_or_checkpoint.state_dict()
+    else:
+        config, state = checkpoint.model_config(model_or_checkpoint), model_or_checkpoint["model"]
+        meta = model_or_checkpoint["data"].get("tokenizer")
+        tokenizer = tokenizer or (tokenizer_from_meta(meta) if meta else None)
+    state, form, names = checkpoint.strip_prefixes(state), hf_form(config), key_map(config)
+    if nameless := sorted(state.keys() - {ours for _, ours, _ in names}):
+        raise ValueError(f"a model with the parameter {nameless[0]} has no Hugging Face form")
+    os.makedirs(folder, exist_ok=True)
+    if os.listdir(folder):
+        raise ValueError(f"{folder} is not empty; export into a new folder")
+    tensors = {key: state[ours] if rows is None else state[ours][rows] for key, ours, rows in names}
+    if form == "reference":  # its class has this norm, which nothing trains or uses
+        tensors["lm_head_layernorm.weight"] = torch.ones(config.n_embd, dtype=state["norm.weight"].dtype)
+    write_shards(tensors, dtype, folder, max_shard_bytes)
+    dtype = dtype or state["embed.weight"].dtype
+    eot = tokenizer.eot if tokenizer else None
+    write_json(folder, "config.json", {**config_to_hf(config, form), "torch_dtype": str(dtype).removeprefix("torch."),
+                                       "pad_token_id": None, "bos_token_id": eot, "eos_token_id": eot})
+    return norm_order_note(config, form) + write_tokenizer(tokenizer, config, folder)
+
+
+def hf_form(config):
+    """'qwen3', 'llama' or 'reference': the form that computes what this model does. ValueError if there is none."""
+    for field, has_none in (("depth", config.depth == "moda"), ("n_loop", config.n_loop > 1), ("norm_order", config.norm_order != "pre"),
+                            ("qk_norm", config.qk_norm == "full"), ("connector", config.connector not in ("residual", *BASELINES)),
+                            ("attnres_sources", config.connector == "attnres" and config.attnres_sources != "snapshots")):
+        if has_none:
+            raise ValueError(f"a model with {field}={getattr(config, field)} has no Hugging Face form")
+    if config.connector != "residual" and config.depth != "none":
+        raise ValueError(f"a model with both connector={config.connector} and depth={config.depth} has no Hugging Face form")
+    if config.connector != "residual" or config.depth != "none":
+        return "reference"
+    if config.qk_norm == "none":
+        return "llama"
+    return "reference" if config.k_norm_after_rope else "qwen3"
+
+
+def config_to_hf(config, form):
+    """The config.json of a model in that form: what read_config reads, except for dtype and special ids."""
+    hf = dict(architectures=["Qwen3ForCausalLM" if form == "qwen3" else "LlamaForCausalLM"], model_type="qwen3" if form == "qwen3" else "llama",
+              vocab_size=config.vocab_size, hidden_size=config.n_embd, head_dim=config.head_dim, intermediate_size=config.n_inner,
+              num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head, hidden_act="silu",
+              max_position_embeddings=config.block_size, rope_theta=config.rope_theta, rms_norm_eps=config.norm_eps,
+              initializer_range=config.init_std, tie_word_embeddings=config.tie_embeddings, attention_bias=False, attention_dropout=0.0,
+              use_cache=True)
+    if form != "qwen3":
+        hf.update(mlp_bias=False, pretraining_tp=1)
+    if form == "reference":
+        hf.update(use_qk_norm=config.qk_norm == "head", scale_embeds=False)
+        if config.qk_norm == "head":
+            hf.update(k_norm_after_rope=config.k_norm_after_rope)  # a field of ours: the reference's classes differ in this, its files do not
+        if config.connector == "residual":  # early versions of the reference want recurrent_model as well
+            deep = config.depth == "depth_attention"
+            hf.update(use_depth_attention=deep, recurrent_model=deep)
+            if deep:
+                hf.update(depth_attention_stride=config.depth_stride, depth_attention_recent_window=config.depth_recent_window)
+        else:
+            hf.update(baseline_mode=config.connector)
+        if config.connector == "attnres":
+            hf.update(attnres_block_size=config.attnres_block_size, attnres_recency_bias_init=config.attnres_recency_bias_init)
+        if config.connector == "denseformer":
+            hf.update(denseformer_dwa_dilation=config.denseformer_dilation, denseformer_dwa_period=config.denseformer_period)
+        if config.connector == "mhc":
+            hf.update(residual_baseline_num_streams=config.mhc_num_streams, mhc_sinkhorn_iters=config.mhc_sinkhorn_iters,
+                      mhc_alpha_init=config.mhc_alpha_init)
+    return hf
+
+
+def norm_order_note(config, form):
+    """What to say about the attention class that the reference has to be run with, as a list of sentences."""
+    if form != "reference" or config.qk_norm != "head" or (config.k_norm_after_rope and config.connector == "residual"):
+        return []
+    if config.k_norm_after_rope:
+        return ["this model norms keys after RoPE: run it in the reference with attn_implementation='sdpa', not 'flash_attention_2'"]
+    if config.connector != "residual":
+        return ["this model norms keys before RoPE: run it in the reference with attn_implementation='flash_attention_2', since its "
+                "default, sdpa, norms them after"]
+    return ["this model norms keys before RoPE, which the reference cannot do with depth attention: its own code computes another function "
+            "from this folder (train with k_norm_after_rope=True to avoid that); the import here reads the order from config.json"]
+
+
+def write_json(folder, name, value):
+    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+
+
+def write_shards(tensors, dtype, folder, max_shard_bytes):
+    """Write the tensors (dict from name to tensor, converted to dtype if one is given) to as few files as hold max_shard_bytes each."""
+    shards, size, total = [[]], 0, 0
+    for key, tensor in tensors.items():
+        n_bytes = tensor.numel() * (dtype or tensor.dtype).itemsize
+        if shards[-1] and size + n_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size, total = size + n_bytes, total + n_bytes
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)] if len(shards) > 1 else ["model.safetensors"]
+    for name, keys in zip(names, shards):
+        part = {key: tensors[key].detach().to("cpu", dtype or tensors[key].dtype).contiguous() for key in keys}
+        save_file(part, os.path.join(folder, name), metadata={"format": "pt"})
+    if len(shards) > 1:
+        write_json(folder, "model.safetensors.index.json", {"metadata": {"total_size": total},
+                                                            "weight_map": {key: name for name, keys in zip(names, shards) for key in keys}})
+
+
+def write_tokenizer(tokenizer, config, folder):
+    """Write tokenizer.json, where the tokenizer can have one, for transformers.AutoTokenizer. Returns sentences for the user."""
+    if tokenizer is None:
+        return ["no tokenizer.json was written: the model comes without a tokenizer"]
+    try:
+        text, name = tokenizer_json(tokenizer)
+    except DataError as error:
+        return [f"no tokenizer.json was written: {error}"]
+    with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as file:
+        file.write(text)
+    write_json(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name,
+                                                 "model_max_length": config.block_size, "clean_up_tokenization_spaces": False})
+    return []
+
+
+def tokenizer_json(tokenizer):
+    """(content of a tokenizer.json that gives the same ids, name of its end of text or None). DataError for kinds without one."""
+    if isinstance(tokenizer, JSONTokenizer):
+        return tokenizer.text, None if tokenizer.eot is None else tokenizer.tokenizer.id_to_token(tokenizer.eot)
+    if isinstance(tokenizer, ByteTokenizer):
+        pattern, tokens, special = None, [bytes([i]) for i in range(256)], {"<|endoftext|>": tokenizer.eot}
+    elif isinstance(tokenizer, BPETokenizer):
+        pattern, tokens, special = tokenizer.pattern, tokenizer.tokens, tokenizer.special
+    else:
+        raise DataError(f"a tokenizer of kind {tokenizer.to_meta()['kind']} has no such form")
+    hf = need("tokenizers", "A tokenizer.json file")
+    ranks = {token: i for i, token in enumerate(tokens) if token is not None}
+    # tiktoken merges any two neighbours whose union is a token, lowest id first; listing every split of every token says the same
+    splits = [(token[:i], token[i:]) for token in ranks for i in range(1, len(token))]
+    merges = [(byte_name(left), byte_name(right)) for left, right in splits if left in ranks and right in ranks]
+    vocab = {byte_name(token): i for token, i in ranks.items()}
+    # special ids are in the vocabulary too, or they would be numbered anew
+    made = hf.Tokenizer(hf.models.BPE(vocab={**vocab, **special}, merges=merges, ignore_merges=True))
+    split = [hf.pre_tokenizers.Split(hf.Regex(pattern), behavior="isolated")] if pattern else []
+    made.pre_tokenizer = hf.pre_tokenizers.Sequence(split + [hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = hf.decoders.ByteLevel()
+    made.add_special_tokens(list(special))
+    return made.to_str(), next((name for name, i in special.items() if i == tokenizer.eot), None)
+
+
+# The alphabet of byte-level tokenizer.json files: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up.
+BYTE_NAMES = {i: chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256))}
+BYTE_NAMES.update({i: chr(256 + n) for n, i in enumerate(i for i in range(256) if i not in BYTE_NAMES)})
+
+
+def byte_name(token):
+    return "".join(BYTE_NAMES[i] for i in token)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+def inspect(path_or_repo_id, data_dir=None, eval_tokens=65536, device="", dtype="float32"):
+    """Prints what a folder holds; with data_dir (token shards) also its loss there under both orders of key norm and RoPE."""
+    folder = Folder(path_or_repo_id)
+    config = folder_config(folder)
+    check_keys(folder, config)
+    reading = read_config(folder.config, folder.where)
+    options = {"depth_attention": ("depth_stride", "depth_recent_window"), "attnres": ("attnres_block_size",),
+               "denseformer": ("denseformer_dilation", "denseformer_period"), "mhc": ("mhc_num_streams", "mhc_sinkhorn_iters")}
+    options = ", ".join(f"{name}={getattr(config, name)}" for name in options.get(reading.method, ()))
+    order = "none" if config.qk_norm == "none" else "after RoPE" if config.k_norm_after_rope else "before RoPE"
+    files = sorted(set(folder.where.values()))
+    with torch.device("meta"):
+        n_params = GPT(config).num_params()
+    with open_shard(files[0]) as file:
+        stored = file.get_slice(next(iter(file.keys()))).get_dtype()
+    print(folder.name)
+    print(f"method      {reading.method}{f' ({options})' if options else ''}")
+    print(f"shape       {config.n_layer} layers of width {config.n_embd}, {config.n_head} query and {config.n_kv_head} key/value heads of "
+          f"{config.head_dim}, SwiGLU {config.n_inner}, vocabulary {config.vocab_size}{' (tied)' if config.tie_embeddings else ''}, "
+          f"context {config.block_size}")
+    print(f"parameters  {n_params:,}, stored as {stored} in {len(files)} file{'s' * (len(files) > 1)} of {sum(map(os.path.getsize, files)):,} bytes")
+    print(f"key norm    {order}: {reading.order_reason}")
+    if data_dir:
+        losses, n_tokens = both_losses(folder.name, find(data_dir), eval_tokens, find_device(device), dtype)
+        print(f"loss        {losses[True]:.4f} with key norm after RoPE, {losses[False]:.4f} before, over {n_tokens:,} tokens of {data_dir}")
+
+
+def both_losses(name, data_dir, eval_tokens, device, dtype):
+    """({k_norm_after_rope: mean loss in nats per token}, number of tokens) over fixed windows of the val shards."""
+    model = load(name, dtype, device)
+    split, block = open_split(data_dir, "val"), min(model.config.block_size, 1024)
+    indices = eval_windows(split, block, eval_tokens)
+    total = {True: 0.0, False: 0.0}
+    for start in range(0, len(indices), 4):
+        x, y = split.windows(indices[start:start + 4], block)
+        check_ids(x, model.config.vocab_size, data_dir, f"{name}'s config.json")
+        check_ids(y, model.config.vocab_size, data_dir, f"{name}'s config.json")
+        for after in total:
+            for layer in model.layers:
+                layer.attn.k_norm_after_rope = after
+            with torch.no_grad():
+                total[after] += model(x.to(device), y.to(device))[1].item() * len(x)
+    return {after: value / len(indices) for after, value in total.items()}, len(indices) * block
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(prog="hf.py", description="Hugging Face folders: look at one, or write a run as one.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    look = commands.add_parser("inspect", help="method, shape, parameters, key norm order and why", allow_abbrev=False)
+    look.add_argument("folder", metavar="FOLDER_OR_ID", help="a folder with config.json and safetensors, or owner/name on the Hub")
+    look.add_argument("--data_dir", help="folder of token shards: also report the loss there under both orders of key norm and RoPE")
+    look.add_argument("--eval_tokens", type=int, default=65536, help="how many tokens of its val shards that takes (%(default)s)")
+    look.add_argument("--device", default="", help="cpu, cuda, ...; by default the best there is")
+    look.add_argument("--dtype", default="float32", help="of the parameters while the loss is computed (%(default)s)")
+    write = commands.add_parser("export", help="write a run as a Hugging Face folder", allow_abbrev=False)
+    write.add_argument("out_dir", metavar="OUT_DIR", help="a run of train.py, or one of its .pt files")
+    write.add_argument("folder", metavar="FOLDER", help="the folder to write; new or empty")
+    write.add_argument("--which", choices=("best", "last"), default="best",
+                       help="which checkpoint of the run (%(default)s; last where there is no best)")
+    write.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the tensors written; by default as they are")
+    args = parser.parse_args(argv)
+    with clean_errors():
+        if args.command == "inspect":
+            return inspect(args.folder, args.data_dir, args.eval_tokens, args.device, args.dtype)
+        path = args.out_dir
+        if not path.endswith(".pt"):
+            best = os.path.join(path, "ckpt_best.pt")
+            path = best if args.which == "best" and os.path.exists(best) else os.path.join(path, "ckpt_last.pt")
+        for note in export(checkpoint.load(path), args.folder, dtype=getattr(torch, args.dtype) if args.dtype else None):
+            print(f"note: {note}", file=sys.stderr)
+        print(f"{path} is now the Hugging Face folder {args.folder}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

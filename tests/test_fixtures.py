@@ -13,7 +13,7 @@ from model import GPT
 FIXTURES = Path(__file__).parent / "fixtures"
 METHODS = ("vanilla_qknorm", "depth_", "attnres_", "denseformer_", "mhc_")
 EXPECTED = {path.name: load_file(path / "expected.safetensors") for path in sorted(FIXTURES.iterdir()) if path.is_dir()}
-MODELS = [(case, order) for case in EXPECTED if case.startswith(METHODS) for order in ("pre_rope", "post_rope") if f"{order}.logits" in EXPECTED[case]]
+MODELS = [(case, order) for case in EXPECTED for order in ("pre_rope", "post_rope") if case.startswith(METHODS) and f"{order}.logits" in EXPECTED[case]]
 # Gradients that are zero but for rounding: AttnRes' first aggregator has two equal sources, mHC's first streams are equal.
 ZERO_GRADIENTS = ("layers.0.attnres_attn_aggregator.", "layers.0.attn_residual_connector.pre_logits", "layers.0.attn_residual_connector.alpha_pre")
 
