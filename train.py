@@ -14,6 +14,7 @@ its result depend on the step alone: not on the number of processes, not on how 
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import math
 import os
 import platform
@@ -30,7 +31,6 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
@@ -295,7 +295,7 @@ def build_model(c, ranks, resumed):
         checkpoint.load_weights(model, resumed["model"], f"{c.out_dir}/ckpt_last.pt")
     vars(c).update(dataclasses.asdict(model.config))
     model.grad_checkpoint = c.grad_checkpoint
-    return model.to(ranks.device)
+    return model.to(ranks.device).train()
 
 
 def build_optimizer(model, c, ranks, resumed):
@@ -303,6 +303,7 @@ def build_optimizer(model, c, ranks, resumed):
     optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), ranks.device.type)
     sharded = c.zero1 and ranks.world_size > 1
     if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # here, since importing it takes seconds
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
         same = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "fused")}
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **same)
@@ -324,6 +325,8 @@ def set_precision(c, ranks):
         if c.dtype == "bfloat16" and not has_bf16:
             raise ValueError(f"--dtype=bfloat16: {torch.cuda.get_device_name(ranks.device)} does not have it; use --dtype=float16 or float32.")
     c.dtype = c.dtype or "float32"
+    if c.grad_bf16 and kind != "cuda":
+        raise ValueError(f"--grad_bf16=True compresses what GPUs send each other, but this runs on {kind}; leave it away.")
     if c.dtype == "float16" and kind != "cuda":
         raise ValueError(f"--dtype=float16 trains on NVIDIA GPUs only, this is {kind}; use --dtype=float32 or bfloat16.")
     autocast = contextlib.nullcontext() if c.dtype == "float32" else torch.autocast(kind, DTYPES[c.dtype])
@@ -336,7 +339,9 @@ def wrap(model, c, ranks):
         model.compile_blocks()
     if ranks.world_size == 1:
         return model
-    ddp = DistributedDataParallel(model, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None, broadcast_buffers=False, gradient_as_bucket_view=True)
+    # The only buffers are RoPE's tables, the same everywhere. Newer versions of PyTorch have another name for not sending them round.
+    unsynced = "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
+    ddp = DistributedDataParallel(model, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True, **{unsynced: False})
     if c.grad_bf16:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
@@ -389,7 +394,7 @@ def evaluate(model, split, c, ranks, autocast, stop):
 
 def save(c, ranks, model, optimizer, scaler, step, best_val_loss, data, best):
     """Writes ckpt_last.pt (and ckpt_best.pt, and a numbered one if it is time). Called by all ranks; raises CheckpointError, and refuses weights that are not finite."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if hasattr(optimizer, "consolidate_state_dict"):  # --zero1
         optimizer.consolidate_state_dict(to=0)
 
     def write():
@@ -553,11 +558,11 @@ def train(c, ranks):
                 stopping = val_loss is None
                 if not stopping:
                     check_finite(step, val_loss, 0.0, c, scaler)
-                    best, best_val_loss = val_loss < best_val_loss, min(val_loss, best_val_loss)
+                    best, best_val_loss = 0 < step and val_loss < best_val_loss, min(val_loss, best_val_loss)
                     log(eval_line(val_loss))
                     ranks.print(f"step {step}: val loss {val_loss:.4f}", f"({eval_line(val_loss)['val_bpb']:.4f} bits per byte)" if bytes_per_token else "")
-            due = due or stopping or any(n and step and step % n == 0 for n in (c.save_interval, c.keep_interval))
-            if due and (saved != step or best):
+            periodic = step > 0 and (due or any(n and step % n == 0 for n in (c.save_interval, c.keep_interval)))
+            if (periodic or stopping or step == c.max_iters) and (saved != step or best):
                 with configurator.clean_errors():
                     save(c, ranks, model, optimizer, scaler, step, best_val_loss, data, best)
                 saved = step
@@ -565,7 +570,7 @@ def train(c, ranks):
                 break
 
             # One update.
-            clock = time.perf_counter() if due else clock
+            clock = time.perf_counter() if due or periodic else clock
             lr = lr_at(step, c)
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -1,0 +1,92 @@
+"""
+Text from a model:
+
+    python sample.py --out_dir=out/quickstart --start="def read("          # a run of train.py
+    python sample.py --init_from=FOLDER_OR_ID --start=FILE:prompt.txt      # a Hugging Face folder, the prompt from a file
+"""
+import contextlib
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import configurator
+import hf
+from data.tokenizer import json_tokenizer_from_file, tokenizer_from_meta
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model
+out_dir = "out"  # folder of the run (relative to the working directory)
+which = "best"  # its checkpoint: best or last
+init_from = ""  # a Hugging Face folder or Hub id instead
+# text
+start = ""  # the prompt; FILE:path reads it from a file; empty = end-of-text
+num_samples = 3  # texts, drawn together
+max_new_tokens = 200  # tokens added to the prompt, at most: a text ends at end-of-text
+temperature = 0.8  # below 1 = bolder, above = more varied; 0 = always the most likely token
+top_k = 200  # draw from the so many most likely tokens; 0 = all
+top_p = 1.0  # draw from the most likely tokens that together have this probability; 1 = all
+seed = 1337  # the same seed draws the same texts
+# machine
+device = ""  # cpu, cuda, cuda:1, mps; empty = the best there is
+dtype = ""  # float32 or bfloat16 of the matmuls; empty = bfloat16 on GPUs that have it, float32 elsewhere
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def validate(c):
+    """Raises ValueError for options that cannot work, naming option, value and rule."""
+    for name, ok, rule in (("which", c.which in ("best", "last"), "must be best or last"), ("dtype", c.dtype in ("", "float32", "bfloat16"), "must be float32, bfloat16 or empty"),
+                           ("top_p", 0 < c.top_p <= 1, "must be above 0 and at most 1; 1 = all tokens"), ("num_samples", c.num_samples >= 1, "must be at least 1"),
+                           ("temperature", c.temperature >= 0, "must not be negative; 0 = always the most likely token"),
+                           ("top_k", c.top_k >= 0, "must not be negative; 0 = all tokens"), ("max_new_tokens", c.max_new_tokens >= 0, "must not be negative")):
+        if not ok:
+            raise ValueError(f"--{name}={getattr(c, name)} {rule}.")
+
+
+def open_model(c, device):
+    """(GPT in eval mode on the device, tokenizer). Raises ValueError."""
+    if c.init_from:
+        path = hf.Folder(c.init_from).find("tokenizer.json")
+        if not path:
+            raise ValueError(f"{c.init_from} has no tokenizer.json, without which no text can be read or written; put the model's own into it.")
+        return hf.load(c.init_from, device=device), json_tokenizer_from_file(path)
+    model, saved = checkpoint.load_run(c.out_dir, c.which, device)
+    if not saved["data"]["tokenizer"]:
+        raise ValueError(f"the data that {c.out_dir} was trained on has no tokenizer in its meta.json, so no text can be read or written.")
+    return model, tokenizer_from_meta(saved["data"]["tokenizer"])
+
+
+def prompt_ids(start, tokenizer):
+    """The prompt's token ids: of the text, of the file's text after FILE:, or the end-of-text token (id 0 where there is none). Raises ValueError."""
+    text = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8") if start.startswith("FILE:") else start
+    return tokenizer.encode(text) or [tokenizer.eot or 0]
+
+
+def texts(c, model, tokenizer, device):
+    """Draws num_samples continuations of the prompt and yields each with it, as text, up to its end-of-text token."""
+    ids = prompt_ids(c.start, tokenizer)
+    largest = max(ids)
+    if largest >= model.config.vocab_size:
+        raise ValueError(f"the prompt has token id {largest}, but the model's vocabulary ends at {model.config.vocab_size - 1}: tokenizer and model do not belong together.")
+    generator = torch.Generator(device).manual_seed(c.seed)
+    out = model.generate(torch.tensor([ids] * c.num_samples, device=device), c.max_new_tokens, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p,
+                         generator=generator, stop_token=tokenizer.eot)
+    for row in out.tolist():
+        new = row[len(ids):]
+        yield tokenizer.decode(([] if not c.start else ids) + (new[:new.index(tokenizer.eot)] if tokenizer.eot in new else new))
+
+
+def main(argv=None):
+    c = configurator.configure(__file__, argv)
+    with configurator.clean_errors():
+        validate(c)
+        device = configurator.find_device(c.device)
+        half = c.dtype == "bfloat16" or not c.dtype and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        model, tokenizer = open_model(c, device)
+        with torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext():
+            for text in texts(c, model, tokenizer, device):
+                print(text, "-" * 80, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
