@@ -510,12 +510,12 @@ def write_shards(tensors, dtype, folder, max_shard_bytes):
         shards[-1].append(key)
         size, total = size + n_bytes, total + n_bytes
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)] if len(shards) > 1 else ["model.safetensors"]
-    for name, keys in zip(names, shards):
+    for name, keys in zip(names, shards, strict=True):
         part = {key: tensors[key].detach().to("cpu", dtype or tensors[key].dtype).contiguous() for key in keys}
         save_file(part, os.path.join(folder, name), metadata={"format": "pt"})
     if len(shards) > 1:
-        write_json(folder, "model.safetensors.index.json", {"metadata": {"total_size": total},
-                                                            "weight_map": {key: name for name, keys in zip(names, shards) for key in keys}})
+        where = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        write_json(folder, "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
 
 
 def write_tokenizer(tokenizer, config, folder):

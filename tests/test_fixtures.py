@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import model as definitions
 from hf import key_map
-from model import GPT
+from model import GPT, GPTConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 METHODS = ("vanilla_qknorm", "depth_", "attnres_", "denseformer_", "mhc_")
@@ -88,14 +88,45 @@ def test_moda_operator(case, operator):
     slots = {name: expected[name].permute(2, 0, 3, 1, 4).contiguous().requires_grad_() for name in ("kd", "vd")}  # [B,T,L,G,d] -> [L,B,G,T,d]
     o = operator(*heads.values(), *slots.values())
     close(o.transpose(1, 2), expected["o"], 2e-6)
-    if operator is definitions.joint_attention and not len(slots["kd"]):
-        inputs = list(heads.values())  # without slots it is plain attention, which does not look at them
-    else:
-        inputs = [*heads.values(), *slots.values()]
-    gradients = torch.autograd.grad(o, inputs, expected["do"].transpose(1, 2), allow_unused=True)
-    for name, gradient in zip((*heads, *slots), gradients):
-        if gradient is None:
-            assert not expected["d" + name].numel()
-            continue
+    inputs = [*heads.values(), *(slots.values() if len(slots["kd"]) else ())]  # nothing looks at slots that are not there
+    gradients = torch.autograd.grad(o, inputs, expected["do"].transpose(1, 2))
+    for name, gradient in zip((*heads, *slots)[:len(inputs)], gradients, strict=True):
         back = gradient.transpose(1, 2) if name in heads else gradient.permute(1, 3, 0, 2, 4)
         close(back, expected["d" + name], 2e-6, 1e-6)
+
+
+def moda_names(n_layer):
+    """(the fixture's name, ours, rows of ours or None) of every parameter of the moda_model cases."""
+    names = [("emb.weight", "embed.weight", None), ("nf.weight", "norm.weight", None)]
+    for i in range(n_layer):
+        theirs, ours = f"blocks.{i}.", f"layers.{i}."
+        names += [(theirs + "q.weight", ours + "attn.qkv.weight", slice(0, 64)), (theirs + "kv.k.weight", ours + "attn.qkv.weight", slice(64, 96)),
+                  (theirs + "kv.v.weight", ours + "attn.qkv.weight", slice(96, 128)), (theirs + "o.weight", ours + "attn.out.weight", None),
+                  (theirs + "qn.weight", ours + "attn.q_norm.weight", None), (theirs + "kv.kn.weight", ours + "attn.k_norm.weight", None),
+                  (theirs + "n1.weight", ours + "attn_norm.weight", None), (theirs + "n2.weight", ours + "mlp_norm.weight", None),
+                  (theirs + "w1.weight", ours + "mlp.gate_up.weight", slice(0, 128)), (theirs + "w3.weight", ours + "mlp.gate_up.weight", slice(128, 256)),
+                  (theirs + "w2.weight", ours + "mlp.down.weight", None)]
+        if i < n_layer - 1:  # nothing reads what the last layer's FFN would write
+            names += [(theirs + "ffn_depth_kv.k.weight", ours + "ffn_kv.kv.weight", slice(0, 32)),
+                      (theirs + "ffn_depth_kv.v.weight", ours + "ffn_kv.kv.weight", slice(32, 64)),
+                      (theirs + "ffn_depth_kv.kn.weight", ours + "ffn_kv.k_norm.weight", None)]
+    return names
+
+
+@pytest.mark.parametrize("norm_order", ["pre", "post"])
+def test_moda_model(norm_order):
+    expected = EXPECTED[f"moda_model_{norm_order}norm"]
+    model = GPT(GPTConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=64, n_inner=128, vocab_size=61, block_size=32, rope_theta=500000.0, norm_eps=1e-6,
+                          qk_norm="full", norm_order=norm_order, tie_embeddings=True, depth="moda"))
+    names, parameters = moda_names(3), dict(model.named_parameters())
+    assert {ours for _, ours, _ in names} == parameters.keys()
+    assert {theirs for theirs, _, _ in names} == {key.removeprefix("param.") for key in expected if key.startswith("param.")}
+    with torch.no_grad():
+        for theirs, ours, rows in names:
+            parameters[ours][slice(None) if rows is None else rows] = expected["param." + theirs]
+        close(model(expected["ids"])[0], expected["logits"], 2e-4)
+    loss = model(expected["ids"][:, :-1], expected["ids"][:, 1:])[1]
+    close(loss, expected["loss"].squeeze(), 1e-5)
+    loss.backward()
+    for theirs, ours, rows in names:
+        close(parameters[ours].grad[slice(None) if rows is None else rows], expected["grad." + theirs], 3e-5, 1e-3)
