@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
 
 MAGIC = 20240520
 VERSION = 1
@@ -24,6 +23,7 @@ SHARD_TOKENS = 100_000_000            # the size at which prepare scripts begin 
 SCAN_ALL_TOKENS = 256 * 2**20         # check_vocab reads every token of splits up to this size (half a GB) ...
 SAMPLE_TOKENS = 16 * 2**20            # ... and this many of larger ones
 CHUNK_TOKENS = 2**20                  # tokens read at a time when scanning
+PROGRESS = "progress.json"            # lies in a data folder as long as its prepare.py has not finished
 
 
 class DataError(ValueError):
@@ -164,6 +164,11 @@ def read_header(path):
     return HEADER_BYTES, found
 
 
+def is_prepared(data_dir):
+    """Whether a prepare.py has run to its end in this folder."""
+    return (Path(data_dir) / "meta.json").exists() and not (Path(data_dir) / PROGRESS).exists()
+
+
 def load_meta(data_dir):
     """What the folder's meta.json says, checked: {"vocab_size": int, "tokenizer": {...}, "bytes": {"train": int, "val": int}}.
 
@@ -218,7 +223,7 @@ class TokenSplit:
     """
     def __init__(self, paths):
         self.paths = [Path(path) for path in paths]
-        self.offsets, counts = zip(*map(read_header, self.paths))
+        self.offsets, counts = zip(*map(read_header, self.paths), strict=True)
         self.counts = np.array(counts, np.int64)
         self.n_tokens = int(self.counts.sum())
 
@@ -240,9 +245,11 @@ class TokenSplit:
 
     def windows(self, indices, block_size):
         """The windows numbered `indices` as (x, y), int64 tensors [len(indices), block_size]; y is x moved on by one token."""
+        import torch                           # here, since prepare scripts and their many processes have no use for its seconds of import
+
         first = np.concatenate(([0], np.cumsum((self.counts - 1) // block_size)))   # each shard's first window
         rows = np.empty((len(indices), block_size + 1), np.int64)
-        for row, index in zip(rows, indices):
+        for row, index in zip(rows, indices, strict=True):
             shard = int(np.searchsorted(first, index, side="right")) - 1
             row[:] = self.read(shard, int(index - first[shard]) * block_size, block_size + 1)
         rows = torch.from_numpy(rows)
@@ -261,9 +268,12 @@ class TokenSplit:
 def open_split(data_dir, split):
     """Open the shards of a split, 'train' or 'val', in the folder: SPLIT*.bin or, as public data sets are named, *_SPLIT_*.bin.
 
-    Returns a TokenSplit. Raises DataError if there are none or one of them cannot be used.
+    Returns a TokenSplit. Raises DataError if there are none, if one of them cannot be used, or if the folder's prepare.py has not
+    come to its end.
     """
     folder = Path(data_dir)
+    if (folder / PROGRESS).exists():
+        raise DataError(f"{folder}: expected a finished data set, found {PROGRESS}, which its prepare.py removes at its end; run it again to finish.")
     paths = sorted({*folder.glob(f"{split}*.bin"), *folder.glob(f"*_{split}_*.bin")})
     if not paths:
         raise DataError(f"{folder}: expected token shards named {split}*.bin, found {'none' if folder.is_dir() else 'no such folder'}; "
@@ -358,7 +368,8 @@ def batch_at(split, step, micro_step, rank, world_size, batch_size, global_batch
         indices[here] = permute(positions[here], n, seed, epoch)
     x, y = split.windows(indices, block_size)
     if vocab_size is not None:
-        check_ids(torch.stack((x, y)), vocab_size, split.paths[0].parent)
+        check_ids(x, vocab_size, split.paths[0].parent)
+        check_ids(y, vocab_size, split.paths[0].parent)
     return x, y
 
 
@@ -385,13 +396,13 @@ class Prefetcher:
     `micro_steps` is the number of micro-steps of an optimizer step; `arguments` are those of batch_at after micro_step, by name.
     """
     def __init__(self, split, micro_steps, device="cpu", depth=2, **arguments):
-        self.split, self.micro_steps, self.device, self.depth, self.arguments = split, micro_steps, torch.device(device), depth, arguments
+        self.split, self.micro_steps, self.device, self.depth, self.arguments = split, micro_steps, device, depth, arguments
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self.ahead = {}                        # (step, micro_step) -> future of its batch
 
     def _load(self, step, micro_step):
         batch = batch_at(self.split, step, micro_step, **self.arguments)
-        return tuple(t.pin_memory() for t in batch) if self.device.type == "cuda" else batch   # a copy can overlap only from pinned memory
+        return tuple(t.pin_memory() for t in batch) if str(self.device).startswith("cuda") else batch   # a copy can overlap only from pinned memory
 
     def next_batch(self, step, micro_step):
         """(x, y) of this rank for that micro-step, int64 tensors [batch_size, block_size] on the device."""

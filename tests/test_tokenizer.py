@@ -126,7 +126,8 @@ def test_character_vocabulary_names_what_it_lacks():
 
 
 @pytest.mark.parametrize("meta", [{}, None, {"kind": "words"}, {"kind": "bpe", "pattern": "x"}, {"kind": "char"},
-                                  {"kind": "bpe", "pattern": ".", "tokens": [1], "special": {}}, {"kind": "json"}, {"kind": "json", "json": "not json"}])
+                                  {"kind": "bpe", "pattern": ".", "tokens": [1], "special": {}}, {"kind": "json"},
+                                  {"kind": "json", "json": "not json"}])
 def test_damaged_meta_is_a_clean_error(meta):
     with pytest.raises(DataError, match="tokenizer"):
         tokenizer_from_meta(meta)
