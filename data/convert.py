@@ -11,11 +11,12 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import numpy as np
@@ -107,8 +108,15 @@ def process_pool(processes, start=None, arguments=()):
 
 def start_worker(start, arguments):
     signal.signal(signal.SIGINT, signal.SIG_IGN)       # Ctrl-C is the parent's business, which then ends its workers
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if start:
         start(*arguments)
+
+
+def end_with_parent():
+    """Wait for the parent to die and follow it: the workers of a killed script would otherwise wait for jobs for ever."""
+    parent_process().join()
+    os._exit(1)
 
 
 def result_of(future):
