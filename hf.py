@@ -335,8 +335,9 @@ def load(path_or_repo_id, dtype="float32", device="cpu", **overrides):
     """
     folder = Folder(path_or_repo_id)
     config = folder_config(folder, **overrides)
-    check_keys(folder, config)
-    model = empty_model(config, torch_dtype(folder, dtype), device)
+    model = skeleton(config)
+    check_keys(folder, model)
+    model = allocated(model, torch_dtype(folder, dtype), device)
     state = model.state_dict()
     for key, ours, rows in key_map(config):
         tensor, target = folder.tensor(key), state[ours] if rows is None else state[ours][rows]
@@ -361,12 +362,10 @@ def folder_config(folder, **overrides):
         raise ValueError(f"{folder.name}: {error}") from None
 
 
-def check_keys(folder, config):
+def check_keys(folder, model):
     """Raises ValueError unless the folder has every tensor that the model needs, and no other."""
-    with torch.device("meta"):
-        needed = GPT(config).state_dict().keys()
-    names = key_map(config)
-    if nameless := sorted(needed - {ours for _, ours, _ in names}):
+    config, names = model.config, key_map(model.config)
+    if nameless := sorted(model.state_dict().keys() - {ours for _, ours, _ in names}):
         raise ValueError(f"{folder.name}: no Hugging Face folder holds {nameless[0]}, which the overrides ask for")
     wanted = {key for key, _, _ in names}
     found = {key for key in folder.where if not DROPPED.fullmatch(key)} - ({"lm_head.weight"} if config.tie_embeddings else set())
@@ -386,11 +385,15 @@ def torch_dtype(folder, name):
     return dtype
 
 
-def empty_model(config, dtype, device):
-    """A GPT whose parameters are allocated but not initialised, which for a large model takes longer than reading it."""
+def skeleton(config):
+    """A GPT without memory for its parameters; to initialise a large one takes longer than to read it."""
     with torch.device("meta"):
-        model = GPT(config)
-    model = model.to(dtype).to_empty(device=device)
+        return GPT(config)
+
+
+def allocated(model, dtype, device):
+    """A skeleton with memory for its parameters, not initialised."""
+    config, model = model.config, model.to(dtype).to_empty(device=device)
     # The rotary tables are derived, and stay float32: they are those of the smallest model with the same heads and context.
     donor = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=1, n_inner=1, vocab_size=1, head_dim=config.head_dim, block_size=config.block_size,
                           rope_theta=config.rope_theta))
@@ -574,15 +577,14 @@ def inspect(path_or_repo_id, data_dir=None, eval_tokens=65536, device="", dtype=
     """Prints what a folder holds; with data_dir (token shards) also its loss there under both orders of key norm and RoPE."""
     folder = Folder(path_or_repo_id)
     config = folder_config(folder)
-    check_keys(folder, config)
+    model = skeleton(config)
+    check_keys(folder, model)
     reading = read_config(folder.config, folder.where)
     options = {"depth_attention": ("depth_stride", "depth_recent_window"), "attnres": ("attnres_block_size",),
                "denseformer": ("denseformer_dilation", "denseformer_period"), "mhc": ("mhc_num_streams", "mhc_sinkhorn_iters")}
     options = ", ".join(f"{name}={getattr(config, name)}" for name in options.get(reading.method, ()))
     order = "none" if config.qk_norm == "none" else "after RoPE" if config.k_norm_after_rope else "before RoPE"
     files = sorted(set(folder.where.values()))
-    with torch.device("meta"):
-        n_params = GPT(config).num_params()
     with open_shard(files[0]) as file:
         stored = file.get_slice(next(iter(file.keys()))).get_dtype()
     print(folder.name)
@@ -590,7 +592,8 @@ def inspect(path_or_repo_id, data_dir=None, eval_tokens=65536, device="", dtype=
     print(f"shape       {config.n_layer} layers of width {config.n_embd}, {config.n_head} query and {config.n_kv_head} key/value heads of "
           f"{config.head_dim}, SwiGLU {config.n_inner}, vocabulary {config.vocab_size}{' (tied)' if config.tie_embeddings else ''}, "
           f"context {config.block_size}")
-    print(f"parameters  {n_params:,}, stored as {stored} in {len(files)} file{'s' * (len(files) > 1)} of {sum(map(os.path.getsize, files)):,} bytes")
+    print(f"parameters  {model.num_params():,}, stored as {stored} in {len(files)} file{'s' * (len(files) > 1)} "
+          f"of {sum(map(os.path.getsize, files)):,} bytes")
     print(f"key norm    {order}: {reading.order_reason}")
     if data_dir:
         losses, n_tokens = both_losses(folder.name, find(data_dir), eval_tokens, find_device(device), dtype)

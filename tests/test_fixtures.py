@@ -13,7 +13,8 @@ from model import GPT, GPTConfig
 FIXTURES = Path(__file__).parent / "fixtures"
 METHODS = ("vanilla_qknorm", "depth_", "attnres_", "denseformer_", "mhc_")
 EXPECTED = {path.name: load_file(path / "expected.safetensors") for path in sorted(FIXTURES.iterdir()) if path.is_dir()}
-MODELS = [(case, order) for case in EXPECTED for order in ("pre_rope", "post_rope") if case.startswith(METHODS) and f"{order}.logits" in EXPECTED[case]]
+ORDERS = ("pre_rope", "post_rope")  # of k_norm
+MODELS = [(case, order) for case in EXPECTED for order in ORDERS if case.startswith(METHODS) and f"{order}.logits" in EXPECTED[case]]
 # Gradients that are zero but for rounding: AttnRes' first aggregator has two equal sources, mHC's first streams are equal.
 ZERO_GRADIENTS = ("layers.0.attnres_attn_aggregator.", "layers.0.attn_residual_connector.pre_logits", "layers.0.attn_residual_connector.alpha_pre")
 
@@ -80,7 +81,11 @@ def test_depth_mix():
     assert torch.equal(mixed, listed)
 
 
-@pytest.mark.parametrize("operator", [definitions.moda_attention, definitions.joint_attention], ids=["definition", "joint"])
+def joint(q, k, v, depth_k, depth_v):
+    return definitions.joint_attention(q, k, v, list(zip(depth_k, depth_v, strict=True)))
+
+
+@pytest.mark.parametrize("operator", [definitions.moda_attention, joint])
 @pytest.mark.parametrize("case", [case for case in EXPECTED if case.startswith("moda_op_")])
 def test_moda_operator(case, operator):
     expected = EXPECTED[case]
@@ -104,7 +109,8 @@ def moda_names(n_layer):
                   (theirs + "kv.v.weight", ours + "attn.qkv.weight", slice(96, 128)), (theirs + "o.weight", ours + "attn.out.weight", None),
                   (theirs + "qn.weight", ours + "attn.q_norm.weight", None), (theirs + "kv.kn.weight", ours + "attn.k_norm.weight", None),
                   (theirs + "n1.weight", ours + "attn_norm.weight", None), (theirs + "n2.weight", ours + "mlp_norm.weight", None),
-                  (theirs + "w1.weight", ours + "mlp.gate_up.weight", slice(0, 128)), (theirs + "w3.weight", ours + "mlp.gate_up.weight", slice(128, 256)),
+                  (theirs + "w1.weight", ours + "mlp.gate_up.weight", slice(0, 128)),
+                  (theirs + "w3.weight", ours + "mlp.gate_up.weight", slice(128, 256)),
                   (theirs + "w2.weight", ours + "mlp.down.weight", None)]
         if i < n_layer - 1:  # nothing reads what the last layer's FFN would write
             names += [(theirs + "ffn_depth_kv.k.weight", ours + "ffn_kv.kv.weight", slice(0, 32)),

@@ -405,7 +405,8 @@ def bpe():
     return train_bpe([Path(hf.__file__).read_text()] * 2, 600)
 
 
-HARD = ["", "<|endoftext|> is text", "🙂" * 3, "def f(x):\n\treturn  x + 1\n\n", "naïve café — 日本語 ١٢٣ 12345", "e\u0301 \u00a0\u2003\u0085\r\n  \x00\x7f"]
+HARD = ["", "<|endoftext|> is text", "🙂" * 3, "def f(x):\n\treturn  x + 1\n\n", "naïve café — 日本語 ١٢٣ 12345",
+        "e\u0301 \u00a0\u2003\u0085\r\n  \x00\x7f"]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes", "json"])
