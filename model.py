@@ -222,6 +222,7 @@ class _JointAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *slots):  # slots: L depth keys, then L depth values, each [B,G,T,D]
+        q = q.contiguous()  # called by its own name, the CPU flash attention reads a last axis that is not dense wrongly, without a word
         o_seq, lse_seq = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *_repeat(q, k, v), 0.0, True)
         b, values = _depth_scores(q, slots)
         lse = torch.logaddexp(lse_seq, b.logsumexp(0))
@@ -234,7 +235,7 @@ class _JointAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, lse, *slots = ctx.saved_tensors
-        G, s = k.shape[1], 1 / math.sqrt(q.shape[-1])
+        G, s, do = k.shape[1], 1 / math.sqrt(q.shape[-1]), do.contiguous()
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, *_repeat(q, k, v), o, lse, 0.0, True)
         pool = lambda x: x.unflatten(1, (G, -1)).sum(2)  # over the query heads that share a KV head
         b, values = _depth_scores(q, slots)
@@ -261,15 +262,14 @@ def _depth_scores(q, slots):
     return scores.to(_wide(q)), [_repeat(q, value)[0] for value in values]
 
 
-def joint_attention(q, k, v, depth_k, depth_v):
-    """`moda_attention` in the form that training uses: same arguments and result, memory linear in T. Plain attention if L = 0."""
-    if not len(depth_k):
+def joint_attention(q, k, v, slots=()):
+    """`moda_attention` over slots = L sources of `publish`, in the form that training uses: memory linear in T. Plain attention if L = 0."""
+    if not slots:
         return attention(q, k, v)
-    if q.shape[2] != k.shape[2]:  # decoding: a few new tokens against a cache
-        return moda_attention(q, k, v, depth_k, depth_v)
     if kernels := fused(q):
-        return kernels.moda_attention(q, k, v, depth_k, depth_v)
-    if q.is_cuda:
+        return kernels.moda_attention(q, k, v, slots)
+    depth_k, depth_v = zip(*slots)
+    if q.device.type != "cpu" or q.shape[2] != k.shape[2]:  # decoding: a few new tokens against a cache
         return moda_attention(q, k, v, depth_k, depth_v)
     return _JointAttention.apply(q, k, v, *depth_k, *depth_v)
 
@@ -324,31 +324,39 @@ class Attention(nn.Module):
 
     def heads(self, x, rope, mix=()):
         """x [B,T,C] -> finished queries [B,H,T,D], finished keys [B,G,T,D] and values [B,G,T,D], mixed over the sources `mix`."""
-        qkv, (cos, sin) = self.qkv(x), rope
-        mix_k, mix_v = zip(*mix) if mix else ((), ())
-        kernels = fused(qkv)
+        qkv, (cos, sin), kernels = self.qkv(x), rope, fused(x)
         if kernels and self.qk_norm != "full":
             q_weight, k_weight, eps = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.q_norm else (None, None, 0.0)
-            return kernels.attention_inputs(qkv, q_weight, k_weight, cos, sin, self.H, self.G, eps, self.k_norm_after_rope, mix_k, mix_v)
+            return kernels.attention_inputs(qkv, q_weight, k_weight, cos, sin, self.H, self.G, eps, self.k_norm_after_rope, mix)
         q, k, v = qkv.split([self.H * self.D, self.G * self.D, self.G * self.D], dim=-1)
         q = finish_heads(q, self.q_norm, self.D, cos, sin)
         k = finish_heads(k, self.k_norm, self.D, cos, sin, self.k_norm_after_rope)
         v = v.unflatten(-1, (self.G, self.D)).transpose(1, 2)
         if mix:
-            v = (kernels.depth_mix if kernels else depth_mix)(q, k, v, mix_k, mix_v)
+            v = kernels.depth_mix(q, k, v, mix) if kernels else depth_mix(q, k, v, *zip(*mix))
         return q, k, v
 
-    def forward(self, x, rope, mix=(), slots=(), cache=None):
+    def forward(self, x, rope, mix=(), slots=(), share=False, cache=None):
         """
-        x [B,T,C] -> the output [B,T,C] and this layer's finished (keys, values), each [B,G,T,D].
+        x [B,T,C] -> the output [B,T,C] and, if later layers `share` them, this layer's finished (keys, values), each [B,G,T,D].
         mix: (keys, mixed values) of earlier layers that Depth-Attention mixes into this layer's value before anything attends to it.
         slots: (keys, values) of earlier producers at the same token, which join the softmax (MoDA).
         cache: this layer's KV slot when decoding; it receives the finished keys and the mixed values.
         """
         q, k, v = self.heads(x, rope, mix)
+        k, v, source = publish(k, v) if share else (k, v, None)
         all_k, all_v = cache.append(k, v) if cache else (k, v)
-        o = joint_attention(q, all_k, all_v, [s[0] for s in slots], [s[1] for s in slots])
-        return self.out(o.transpose(1, 2).flatten(2)), (k, v)
+        o = joint_attention(q, all_k, all_v, slots)
+        return self.out(o.transpose(1, 2).flatten(2)), source
+
+
+def publish(k, v):
+    """
+    (k, v, source): a layer's finished keys and values, for its own attention and for later layers to read. Where the kernels run, `source`
+    collects the readers' gradients in place; elsewhere it is the pair (k, v).
+    """
+    kernels = fused(k)
+    return kernels.publish(k, v) if kernels else (k, v, (k, v))
 
 
 def finish_heads(x, norm, head_dim, cos, sin, norm_after_rope=False):
@@ -385,8 +393,8 @@ class FFNKV(nn.Module):
 
     def forward(self, x, rope):
         k, v = self.kv(x).chunk(2, dim=-1)
-        return (finish_heads(k, self.k_norm, self.head_dim, *rope, self.k_norm_after_rope),
-                v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
+        k = finish_heads(k, self.k_norm, self.head_dim, *rope, self.k_norm_after_rope)
+        return publish(k, v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))[2]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -418,11 +426,10 @@ class DepthAttention(NoDepth):
         self.read_later = {j for c in self.candidates for j in c}
 
     def reads(self, m, past):
-        return {"mix": [past[j] for j in self.candidates[m]]}
+        return {"mix": [past[j] for j in self.candidates[m]], "share": m in self.read_later}
 
     def keep(self, m, past, kv, ffn_kv):
-        if m in self.read_later:
-            past[m] = kv
+        past[m] = kv
 
 
 class MoDA(NoDepth):
@@ -435,11 +442,12 @@ class MoDA(NoDepth):
         self.ffn_kv = config.moda_ffn_kv
 
     def reads(self, m, past):
-        return {"slots": list(past.values())}
+        return {"slots": list(past.values()), "share": True}
 
     def keep(self, m, past, kv, ffn_kv):
-        for slot in (kv, ffn_kv) if ffn_kv else (kv,):
-            past[len(past)] = slot
+        past[m, "attention"] = kv
+        if ffn_kv:
+            past[m, "ffn"] = ffn_kv
 
 
 DEPTHS = {"none": NoDepth, "depth_attention": DepthAttention, "moda": MoDA}
@@ -461,6 +469,7 @@ class Residual(nn.Module):
     `site` is the connector's own module for this sub-layer, sites[2*layer] for attention and sites[2*layer + 1] for the MLP, or None.
     The state here is (x, u, memory): u is the last sub-layer's output, not yet added, so that adding and norming are one pass.
     """
+    compiles = True  # False where the state grows with depth: torch.compile would make a version of read and write for every length
 
     def __init__(self, config):
         super().__init__()
@@ -497,6 +506,7 @@ class DenseFormer(Residual):
 
     The last coefficient belongs to X_t. They start as 0, ..., 0, 1: the plain Transformer. One row a virtual depth, packed in `alpha`.
     """
+    compiles = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -537,6 +547,7 @@ class AttnRes(Residual):
     the running sum of the current block. Block size 1 is full AttnRes.
     The state is (x, sources, c): x the stream or running sum (None at the start of a block), c the sub-layers since the last commit.
     """
+    compiles = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -672,7 +683,9 @@ class HyperConnection(nn.Module):
 
 
 def sinkhorn(logits, iters):
-    """exp(logits) [..., n, n] with rows, then columns, normalised `iters` times: columns sum to 1, rows nearly."""
+    """exp(logits) [..., n, n] with rows, then columns, normalised `iters` times: columns sum to 1, rows nearly (Sinkhorn & Knopp, 1967)."""
+    if kernels := fused(logits):
+        return kernels.sinkhorn(logits, iters)
     m = torch.exp(logits - logits.amax((-2, -1), keepdim=True)).clamp_min(1e-12)
     for _ in range(iters):
         m = m / m.sum(-1, keepdim=True).clamp_min(1e-12)
@@ -699,7 +712,7 @@ class Block(nn.Module):
         self.pre_norm, self.no_norm = config.norm_order == "pre", NoNorm()
 
     def forward(self, state, connector, sites, rope, reads, cache=None):
-        """state -> the state after the layer, the layer's (keys, values), and those of its FFN's input (None without ffn_kv)."""
+        """state -> the state after the layer, and what later layers may read: its keys and values, and those of its FFN's input, or None."""
         before, after = self.order(self.attn_norm)
         h, carry = connector.read(state, sites[0], before)
         u, kv = self.attn(h, rope, **reads, cache=cache)
@@ -749,19 +762,17 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets):
-        ctx.wanted = x.requires_grad, weight.requires_grad
+    def forward(ctx, x, weight, targets, training=True):  # training=False: the loss alone, at a third of the work
         w, n = weight.to(x.dtype), (targets != IGNORE).sum().clamp(min=1)
         rows = max(16, (2**29 if x.is_cuda else 2**24) // w.shape[0])
-        dx = torch.empty_like(x) if any(ctx.wanted) else None
-        dw = torch.zeros_like(weight) if any(ctx.wanted) else None
+        dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if training else (None, None)
         total = x.new_zeros((), dtype=_wide(x))
         for i in range(0, x.shape[0], rows):
             part, target = x[i:i + rows], targets[i:i + rows]
             logits = part @ w.T
             losses, d = cross_entropy(logits, target)  # d overwrites the logits where the kernel runs
             total += losses.sum()
-            if dx is not None:
+            if training:
                 dx[i:i + rows] = d @ w
                 dw += d.T @ part
         ctx.save_for_backward(dx, dw, n)
@@ -770,7 +781,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         dx, dw, n = ctx.saved_tensors
-        return dx * (grad / n).type_as(dx), dw * (grad / n).type_as(dw), None
+        return dx * (grad / n).type_as(dx), dw * (grad / n).type_as(dw), None, None
 
 
 def cross_entropy(logits, targets):
@@ -821,6 +832,8 @@ class GPT(nn.Module):
         """
         start = cache.length if cache else 0
         T = idx.shape[1]
+        if targets is not None and targets.shape != idx.shape:
+            raise ValueError(f"targets of shape {tuple(targets.shape)} do not fit idx of shape {tuple(idx.shape)}; give one target for each token")
         if start + T > self.config.block_size:
             raise ValueError(f"a context of {start + T} tokens is longer than block_size={self.config.block_size}; crop it or raise block_size")
         x = self.embed(idx)
@@ -840,7 +853,7 @@ class GPT(nn.Module):
             cache.length += T
         x = self.connector.finish(state, self.norm)
         if targets is not None:
-            return None, LinearCrossEntropy.apply(x.flatten(0, 1), self.head_weight, targets.flatten())
+            return None, LinearCrossEntropy.apply(x.flatten(0, 1), self.head_weight, targets.flatten(), torch.is_grad_enabled())
         return F.linear(x[:, -1:] if last_only else x, self.head_weight), None
 
     @torch.no_grad()
@@ -852,6 +865,10 @@ class GPT(nn.Module):
         """
         if temperature < 0:
             raise ValueError(f"temperature={temperature} must not be negative; 0 takes the most likely token")
+        if top_k is not None and top_k < 0:
+            raise ValueError(f"top_k={top_k} must not be negative; 0 keeps every token")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p={top_p} must be above 0 and at most 1; 1 keeps every token")
         if not idx.shape[1]:
             raise ValueError("generate needs at least one token to continue; start from the tokenizer's end-of-text token")
         done = torch.zeros(idx.shape[0], dtype=torch.bool, device=idx.device)
@@ -921,9 +938,10 @@ class GPT(nn.Module):
         torch.compile for the parts of a layer that look the same whatever the depth method reads: each is compiled once for all layers.
         """
         for layer in self.layers:
-            layer.mlp.forward = torch.compile(layer.mlp.forward, **options)
-        self.connector.read = torch.compile(self.connector.read, **options)
-        self.connector.write = torch.compile(self.connector.write, **options)
+            layer.mlp.compile(**options)
+        if self.connector.compiles:
+            self.connector.read = torch.compile(self.connector.read, **options)
+            self.connector.write = torch.compile(self.connector.write, **options)
 
 
 def window_start(length, block_size):
