@@ -391,6 +391,7 @@ def test_fineweb10b_keeps_checked_shards_and_adds_more(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="fineweb_train_000002.bin: expected 3 tokens.*found 1"):
         fineweb10b.prepare(tmp_path, shards=3)
     assert not is_prepared(tmp_path) and not shard_path(tmp_path, "train", 2).exists()
+    assert not (tmp_path / "download/fineweb_train_000002.bin").exists()
     damaged.clear()
     first = shard_path(tmp_path, "train", 1).read_bytes()
     fineweb10b.prepare(tmp_path, shards=3)

@@ -26,7 +26,11 @@ def collect(fetch, out_dir, shards, downloads=4):
         path = shard_path(out_dir, split, index)
         if not path.exists():
             fetched = fetch(f"fineweb_{path.name}")
-            read_header(fetched)
+            try:
+                read_header(fetched)
+            except DataError:
+                os.unlink(fetched)                     # or the next run would be given the same file again
+                raise
             os.replace(fetched, path)
 
     get("val", 0)                                      # alone, so that a missing network is met once and not by every thread
