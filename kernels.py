@@ -1,0 +1,876 @@
+"""Optional Triton kernels: fused forms of the elementwise work of model.py, each with its own backward.
+
+Nothing here is needed on CPU. Every public function computes what its docstring's equation says, with float32 arithmetic inside and one
+rounding at the end, for bfloat16, float16 and float32. All of these kernels are bound by memory, so each reads its inputs once and writes
+its outputs once. Eager code calls them directly; torch.compile sees each one as a single operator and keeps its graph whole.
+
+A tensor written [B, H, T, D] is in training a transposed view of contiguous [B, T, H, D] memory, the layout that a matmul leaves behind.
+"""
+import functools
+import importlib
+import math
+from dataclasses import dataclass, field
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Launch settings: (warps a program, elements a thread holds of one tile[, programs a multiprocessor in kernels that loop over tiles]).
+# 8 elements of bfloat16 are one 16-byte access. bench.py sweeps these; the values are the best on an H200.
+SETTINGS = {
+    "rms_norm_forward": (4, 16),
+    "rms_norm_backward": (4, 16, 4),
+    "swiglu": (4, 8),
+    "heads_forward": (4, 8),
+    "heads_backward": (4, 8, 8),
+    "cross_entropy": (16, 16),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Shared by all kernels
+
+def _operator(*mutates):
+    """Decorator: one operator to torch.compile, which neither traces into the launcher nor breaks its graph there. Eager calls skip the
+    dispatcher, whose Python side costs more than a launch. A launcher's last argument says whether to launch: shapes alone are wanted
+    while a graph is traced."""
+    def wrap(launcher):
+        op = torch.library.custom_op(f"depth_kernels::{launcher.__name__.lstrip('_')}", launcher, mutates_args=mutates)
+        op.register_fake(lambda *args: launcher(*args[:-1], False))
+
+        @functools.wraps(launcher)
+        def call(*args):
+            return op(*args, True) if torch.compiler.is_compiling() else launcher(*args, True)
+        return call
+    return wrap
+
+
+@functools.lru_cache
+def _multiprocessors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _tile(name, width):
+    """(rows of a [rows, width] tile, warps) for one program, from SETTINGS; a wide row takes more warps, not more registers."""
+    warps, elements = SETTINGS[name][:2]
+    warps = min(32, max(warps, width // (32 * elements)))
+    return max(1, warps * 32 * elements // width), warps
+
+
+def _dense(x):
+    """x with adjacent elements along its last axis."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _matrix(x):
+    """x [..., C] as rows [n, C]: a view unless the strides forbid it."""
+    return _dense(x.reshape(-1, x.shape[-1]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# RMSNorm, alone and after a residual addition
+
+@triton.jit
+def _rms_norm_forward_kernel(x, u, weight, s, y, n_rows, x_stride, u_stride, eps,
+                             C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < n_rows) & (cols < C)
+    a = tl.load(x + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if u is not None:
+        a += tl.load(u + rows * u_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        total = a.to(s.dtype.element_ty)
+        tl.store(s + rows * C + cols, total, mask=mask)
+        a = total.to(tl.float32)            # normalise what the next layer will see, and what the backward pass will read
+    a *= tl.rsqrt(tl.sum(a * a, 1) / C + eps)[:, None]
+    w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+    tl.store(y + rows * C + cols, (a * w).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(s, ds, dy, weight, dx, dw, n_rows, s_stride, ds_stride, dy_stride, eps,
+                              C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    cols = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+    dw_tile = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (rows < n_rows) & (cols < C)
+        a = tl.load(s + rows * s_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(a * a, 1) / C + eps)[:, None]
+        a *= rstd
+        dw_tile += g * a
+        g *= w
+        g = rstd * (g - a * (tl.sum(g * a, 1) / C)[:, None])
+        if ds is not None:
+            g += tl.load(ds + rows * ds_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + rows * C + cols, g.to(dx.dtype.element_ty), mask=mask)
+    cols = tl.arange(0, BLOCK)
+    tl.store(dw + tl.program_id(0) * C + cols, tl.sum(dw_tile, 0), mask=cols < C)
+
+
+@_operator()
+def _rms_norm_forward(x: Tensor, u: Optional[Tensor], weight: Tensor, eps: float, launch: bool) -> tuple[Tensor, Tensor]:
+    x2, u2, C = _matrix(x), None if u is None else _matrix(u), x.shape[-1]
+    s = x.new_empty(0 if u is None else x.shape)
+    y = x.new_empty(x.shape)
+    if launch:
+        block = triton.next_power_of_2(C)
+        rows, warps = _tile("rms_norm_forward", block)
+        _rms_norm_forward_kernel[(triton.cdiv(x2.shape[0], rows),)](
+            x2, u2, weight, s, y, x2.shape[0], x2.stride(0), 0 if u is None else u2.stride(0), eps, C, block, rows, num_warps=warps)
+    return s, y
+
+
+@_operator()
+def _rms_norm_backward(s: Tensor, ds: Optional[Tensor], dy: Tensor, weight: Tensor, eps: float, launch: bool) -> tuple[Tensor, Tensor]:
+    s2, ds2, dy2, C = _matrix(s), None if ds is None else _matrix(ds), _matrix(dy), s.shape[-1]
+    block = triton.next_power_of_2(C)
+    rows, warps = _tile("rms_norm_backward", block)
+    programs = min(triton.cdiv(s2.shape[0], rows), _multiprocessors(s.device) * SETTINGS["rms_norm_backward"][2])
+    dx = s.new_empty(s.shape)
+    dw = torch.empty(programs, C, device=s.device, dtype=torch.float32)
+    if launch:
+        _rms_norm_backward_kernel[(programs,)](s2, ds2, dy2, weight, dx, dw, s2.shape[0], s2.stride(0), 0 if ds is None else ds2.stride(0),
+                                               dy2.stride(0), eps, C, block, rows, num_warps=warps)
+    return dx, dw.sum(0)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, u, weight, eps):
+        s, y = _rms_norm_forward(x, u, weight, eps)
+        ctx.save_for_backward(x if u is None else s, weight)
+        ctx.eps, ctx.add = eps, u is not None
+        ctx.set_materialize_grads(False)    # the last norm of a model gets no gradient for s: nothing to read there
+        return (s, y) if ctx.add else y
+
+    @staticmethod
+    def backward(ctx, *grads):
+        s, weight = ctx.saved_tensors
+        ds, dy = grads if ctx.add else (None, grads[0])
+        if dy is None:
+            return ds, ds, None, None
+        dx, dw = _rms_norm_backward(s, ds, dy, weight, ctx.eps)
+        return dx, dx if ctx.add else None, dw.to(weight.dtype), None
+
+
+def rms_norm(x, weight, eps):
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis. x [..., C], weight [C] (float32) -> [..., C] in x's dtype."""
+    return _RMSNorm.apply(x, None, weight, eps)
+
+
+def add_rms_norm(x, u, weight, eps):
+    """s = x + u rounded to x's dtype, and y = rms_norm(s, weight, eps), in one pass. x, u [..., C] -> (s, y). x and u get one gradient tensor."""
+    return _RMSNorm.apply(x, u, weight, eps)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# SwiGLU
+
+@triton.jit
+def _swiglu_forward_kernel(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_A_ROW: tl.constexpr):
+    row = (tl.program_id(0) // BLOCKS_A_ROW).to(tl.int64)
+    cols = tl.program_id(0) % BLOCKS_A_ROW * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * (2 * I) + cols, mask=cols < I, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * I) + I + cols, mask=cols < I, other=0.0).to(tl.float32)
+    tl.store(out + row * I + cols, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=cols < I)
+
+
+@triton.jit
+def _swiglu_backward_kernel(gate_up, dout, grad, I: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_A_ROW: tl.constexpr):
+    row = (tl.program_id(0) // BLOCKS_A_ROW).to(tl.int64)
+    cols = tl.program_id(0) % BLOCKS_A_ROW * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * (2 * I) + cols, mask=cols < I, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * I) + I + cols, mask=cols < I, other=0.0).to(tl.float32)
+    d = tl.load(dout + row * I + cols, mask=cols < I, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(grad + row * (2 * I) + cols, (d * up * (sigmoid + silu * (1 - sigmoid))).to(grad.dtype.element_ty), mask=cols < I)
+    tl.store(grad + row * (2 * I) + I + cols, (d * silu).to(grad.dtype.element_ty), mask=cols < I)
+
+
+@_operator()
+def _swiglu_forward(gate_up: Tensor, launch: bool) -> Tensor:
+    inner = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], inner)
+    if launch:
+        warps, elements = SETTINGS["swiglu"]
+        blocks = triton.cdiv(inner, warps * 32 * elements)
+        _swiglu_forward_kernel[(out.numel() // inner * blocks,)](gate_up.contiguous(), out, inner, warps * 32 * elements, blocks, num_warps=warps)
+    return out
+
+
+@_operator()
+def _swiglu_backward(gate_up: Tensor, dout: Tensor, launch: bool) -> Tensor:
+    inner = gate_up.shape[-1] // 2
+    grad = gate_up.new_empty(gate_up.shape)
+    if launch:
+        warps, elements = SETTINGS["swiglu"]
+        blocks = triton.cdiv(inner, warps * 32 * elements)
+        _swiglu_backward_kernel[(dout.numel() // inner * blocks,)](
+            gate_up.contiguous(), dout.contiguous(), grad, inner, warps * 32 * elements, blocks, num_warps=warps)
+    return grad
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        return _swiglu_forward(gate_up)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _swiglu_backward(ctx.saved_tensors[0], dout)
+
+
+def swiglu(gate_up):
+    """silu(gate) * up of gate_up [..., 2I] = gate | up -> [..., I]. The backward pass writes the gradient of gate_up in place, joined."""
+    return _SwiGLU.apply(gate_up)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Queries, keys and values of attention: head RMSNorm, RoPE and the Depth-Attention mix (arXiv 2606.05014) in one pass
+#
+# A program works on ROWS (token, KV head) pairs, neighbours in memory, each with its GROUP query heads. A head vector is kept as its two
+# halves, because RoPE turns dimension i together with dimension i + D/2; a [ROWS, D/2] half is one tile.
+# Sources come as a device table of addresses, so one compiled kernel serves any number of them, wherever they lie.
+
+@triton.jit
+def _read(pointer, offsets, mask, HALF: tl.constexpr):
+    return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32), tl.load(pointer + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write(pointer, offsets, a, b, mask, HALF: tl.constexpr):
+    tl.store(pointer + offsets, a.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(pointer + offsets + HALF, b.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pointer(table, index, like, ALIGN: tl.constexpr):
+    return tl.multiple_of(tl.load(table + index).to(tl.pointer_type(like.dtype.element_ty)), ALIGN)
+
+
+@triton.jit
+def _at(strides, batch, head, t):
+    return (batch * strides[0] + head * strides[1] + t * strides[2])[:, None]
+
+
+@triton.jit
+def _angles(cos, sin, offsets, mask):
+    return tl.load(cos + offsets, mask=mask, other=0.0).to(tl.float32), tl.load(sin + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rotate(a, b, cos, sin):
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _finish(a, b, wa, wb, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, NORM_LAST: tl.constexpr):
+    """RMSNorm and RoPE of head vectors, in either order."""
+    if ROPE and NORM_LAST:
+        a, b = _rotate(a, b, cos, sin)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
+        a, b = a * rstd * wa, b * rstd * wb
+    if ROPE and not NORM_LAST:
+        a, b = _rotate(a, b, cos, sin)
+    return a, b
+
+
+@triton.jit
+def _finish_backward(a, b, da, db, wa, wb, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, NORM_LAST: tl.constexpr):
+    """Gradient of the raw head vector (a, b), and this vector's share of the gradient of the norm's weight."""
+    dwa, dwb = da, db
+    if ROPE and NORM_LAST:
+        a, b = _rotate(a, b, cos, sin)
+    if ROPE and not NORM_LAST:
+        da, db = _rotate(da, db, cos, -sin)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
+        a, b = a * rstd, b * rstd
+        dwa, dwb = da * a, db * b
+        da, db = da * wa, db * wb
+        along = (tl.sum(da * a + db * b, 1) / D)[:, None]
+        da, db = rstd * (da - a * along), rstd * (db - b * along)
+    if ROPE and NORM_LAST:
+        da, db = _rotate(da, db, cos, -sin)
+    return da, db, dwa, dwb
+
+
+@triton.jit(do_not_specialize=["n_sources"])
+def _heads_forward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_weight, cos, sin, q_out, k_out, mixed, lse, table, n_sources,
+                          T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                          K_NORM_LAST: tl.constexpr, ALIGN: tl.constexpr):
+    ROPE: tl.constexpr = cos is not None
+    Q_NORM: tl.constexpr = q_weight is not None
+    K_NORM: tl.constexpr = k_weight is not None
+    HALF: tl.constexpr = D // 2
+    batch = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t, group = (rows // G).to(tl.int64), rows % G
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < T * G)[:, None] & (cols < HALF)
+    place = batch * T * G + rows                    # of the pair in contiguous [B, T, G] memory
+    c, s, qwa, qwb, kwa, kwb = 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
+    if ROPE:
+        c, s = _angles(cos, sin, t[:, None] * HALF + cols, mask)
+    if Q_NORM:
+        qwa, qwb = _read(q_weight, cols, cols < HALF, HALF)
+    if K_NORM:
+        kwa, kwb = _read(k_weight, cols, cols < HALF, HALF)
+
+    mean_a = tl.zeros([ROWS, BLOCK], tl.float32)
+    mean_b = tl.zeros([ROWS, BLOCK], tl.float32)
+    for i in tl.static_range(GROUP):
+        a, b = _read(q, _at(q_strides, batch, group * GROUP + i, t) + cols, mask, HALF)
+        a, b = _finish(a, b, qwa, qwb, c, s, eps, D, Q_NORM, ROPE, False)
+        if ROPE:
+            _write(q_out, ((place * GROUP + i) * D)[:, None] + cols, a, b, mask, HALF)
+        mean_a += a
+        mean_b += b
+    ka, kb = _read(k, _at(k_strides, batch, group, t) + cols, mask, HALF)
+    ka, kb = _finish(ka, kb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
+    row = (place * D)[:, None] + cols               # of a KV head vector in contiguous [B, T, G, D] memory
+    if ROPE:
+        _write(k_out, row, ka, kb, mask, HALF)
+
+    if table is not None:   # online softmax over depth. The layer's own entry comes first, so the running maximum is always a real score
+        mean_a *= scale / GROUP
+        mean_b *= scale / GROUP
+        ma, mb = _read(v, _at(v_strides, batch, group, t) + cols, mask, HALF)
+        top = tl.sum(mean_a * ka + mean_b * kb, 1)
+        total = tl.full([ROWS], 1.0, tl.float32)
+        for first in range(0, n_sources, 2):
+            for i in tl.static_range(2):            # the loads of two sources are in flight together; the table is padded to an even number
+                j = first + i
+                present = (rows < tl.where(j < n_sources, T * G, 0))[:, None] & (cols < HALF)
+                sa, sb = _read(_pointer(table, 2 * j, k, ALIGN), row, present, HALF)
+                ua, ub = _read(_pointer(table, 2 * j + 1, v, ALIGN), row, present, HALF)
+                score = tl.where(j < n_sources, tl.sum(mean_a * sa + mean_b * sb, 1), float("-inf"))
+                new_top = tl.maximum(top, score)
+                old, new = tl.exp(top - new_top), tl.exp(score - new_top)
+                total = total * old + new
+                ma, mb = ma * old[:, None] + ua * new[:, None], mb * old[:, None] + ub * new[:, None]
+                top = new_top
+        _write(mixed, row, ma / total[:, None], mb / total[:, None], mask, HALF)
+        tl.store(lse + place, top + tl.log(total), mask=rows < T * G)
+
+
+@triton.jit(do_not_specialize=["n_sources"])
+def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_weight, cos, sin, dq, dk, dv, dq_strides, dk_strides, dv_strides,
+                           mixed, lse, grad, dw, table, n_sources, n_tiles, T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr,
+                           D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, K_NORM_LAST: tl.constexpr, ALIGN: tl.constexpr):
+    ROPE: tl.constexpr = cos is not None
+    Q_NORM: tl.constexpr = q_weight is not None
+    K_NORM: tl.constexpr = k_weight is not None
+    MIX: tl.constexpr = table is not None
+    HALF: tl.constexpr = D // 2
+    cols = tl.arange(0, BLOCK)[None, :]
+    qwa, qwb, kwa, kwb = 1.0, 1.0, 1.0, 1.0
+    if Q_NORM:
+        qwa, qwb = _read(q_weight, cols, cols < HALF, HALF)
+    if K_NORM:
+        kwa, kwb = _read(k_weight, cols, cols < HALF, HALF)
+    dqwa = tl.zeros([ROWS, BLOCK], tl.float32)
+    dqwb = tl.zeros([ROWS, BLOCK], tl.float32)
+    dkwa = tl.zeros([ROWS, BLOCK], tl.float32)
+    dkwb = tl.zeros([ROWS, BLOCK], tl.float32)
+    tiles_a_batch = tl.cdiv(T * G, ROWS)
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        batch = (tile // tiles_a_batch).to(tl.int64)
+        rows = tile % tiles_a_batch * ROWS + tl.arange(0, ROWS)
+        t, group = (rows // G).to(tl.int64), rows % G
+        mask = (rows < T * G)[:, None] & (cols < HALF)
+        place = batch * T * G + rows
+        row = (place * D)[:, None] + cols
+        token = ((batch * T + t) * ((GROUP + 2) * G * D))[:, None] + cols   # of a token in grad [B, T, (H + 2G) * D]
+        if ROPE:
+            c, s = _angles(cos, sin, t[:, None] * HALF + cols, mask)
+        else:
+            c, s = 1.0, 0.0
+        ka, kb = _read(k, _at(k_strides, batch, group, t) + cols, mask, HALF)
+        dva, dvb = _read(dv, _at(dv_strides, batch, group, t) + cols, mask, HALF)
+        if ROPE:
+            dka, dkb = _read(dk, _at(dk_strides, batch, group, t) + cols, mask, HALF)
+        else:
+            dka, dkb = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+
+        if MIX:
+            mean_a = tl.zeros([ROWS, BLOCK], tl.float32)
+            mean_b = tl.zeros([ROWS, BLOCK], tl.float32)
+            for i in tl.static_range(GROUP):        # weight and rotation are the same for all heads: applied to the mean, once
+                a, b = _read(q, _at(q_strides, batch, group * GROUP + i, t) + cols, mask, HALF)
+                a, b = _finish(a, b, 1.0, 1.0, c, s, eps, D, Q_NORM, False, False)
+                mean_a += a
+                mean_b += b
+            mean_a, mean_b = _finish(mean_a * (qwa / GROUP), mean_b * (qwb / GROUP), 1.0, 1.0, c, s, eps, D, False, ROPE, False)
+            fa, fb = _finish(ka, kb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
+            va, vb = _read(v, _at(v_strides, batch, group, t) + cols, mask, HALF)
+            ma, mb = _read(mixed, row, mask, HALF)
+            log_total = tl.load(lse + place, mask=rows < T * G, other=0.0)
+            centre = tl.sum(dva * ma + dvb * mb, 1)     # sum_j alpha_j <dv, m_j>, the softmax backward's mean
+            alpha = tl.exp(tl.sum(mean_a * fa + mean_b * fb, 1) * scale - log_total)
+            own = alpha[:, None]
+            ds = (alpha * (tl.sum(dva * va + dvb * vb, 1) - centre) * scale)[:, None]
+            dka, dkb = dka + ds * mean_a, dkb + ds * mean_b
+            dmean_a, dmean_b = ds * fa, ds * fb
+            for j in range(0, n_sources):
+                sa, sb = _read(_pointer(table, 5 * j, k, ALIGN), row, mask, HALF)
+                ua, ub = _read(_pointer(table, 5 * j + 1, v, ALIGN), row, mask, HALF)
+                grad_k, grad_v = _pointer(table, 5 * j + 2, k, ALIGN), _pointer(table, 5 * j + 3, v, ALIGN)
+                filled = (rows < tl.where(tl.load(table + 5 * j + 4) != 0, T * G, 0))[:, None] & (cols < HALF)
+                gka, gkb = _read(grad_k, row, filled, HALF)     # what earlier readers left there; not read when there were none
+                gva, gvb = _read(grad_v, row, filled, HALF)
+                alpha = tl.exp(tl.sum(mean_a * sa + mean_b * sb, 1) * scale - log_total)
+                ds = (alpha * (tl.sum(dva * ua + dvb * ub, 1) - centre) * scale)[:, None]
+                dmean_a, dmean_b = dmean_a + ds * sa, dmean_b + ds * sb
+                _write(grad_k, row, gka + ds * mean_a, gkb + ds * mean_b, mask, HALF)
+                _write(grad_v, row, gva + alpha[:, None] * dva, gvb + alpha[:, None] * dvb, mask, HALF)
+            dva, dvb = dva * own, dvb * own
+
+        _write(grad, token + ((GROUP + 1) * G + group)[:, None] * D, dva, dvb, mask, HALF)
+        dka, dkb, dwa, dwb = _finish_backward(ka, kb, dka, dkb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
+        _write(grad, token + (GROUP * G + group)[:, None] * D, dka, dkb, mask, HALF)
+        dkwa, dkwb = dkwa + dwa, dkwb + dwb
+        for i in tl.static_range(GROUP):
+            a, b = _read(q, _at(q_strides, batch, group * GROUP + i, t) + cols, mask, HALF)
+            if ROPE:
+                da, db = _read(dq, _at(dq_strides, batch, group * GROUP + i, t) + cols, mask, HALF)
+                if MIX:
+                    da, db = da + dmean_a / GROUP, db + dmean_b / GROUP
+            else:
+                da, db = dmean_a / GROUP, dmean_b / GROUP
+            da, db, dwa, dwb = _finish_backward(a, b, da, db, qwa, qwb, c, s, eps, D, Q_NORM, ROPE, False)
+            _write(grad, token + (group * GROUP + i)[:, None] * D, da, db, mask, HALF)
+            dqwa, dqwb = dqwa + dwa, dqwb + dwb
+    if Q_NORM or K_NORM:
+        cols = tl.arange(0, BLOCK)
+        dw += tl.program_id(0) * (2 * D)
+        _write(dw, cols, tl.sum(dqwa, 0), tl.sum(dqwb, 0), cols < HALF, HALF)
+        _write(dw + D, cols, tl.sum(dkwa, 0), tl.sum(dkwb, 0), cols < HALF, HALF)
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_device(numbers, device, stream):
+    """A tuple of integers as a tensor. The allocator hands out the same addresses step after step, so nearly every call finds its table
+    here. `stream` belongs to the key because the copy is ordered on that stream only."""
+    table = torch.tensor(numbers, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _source_table(device, *columns):
+    """(table, alignment of all addresses in bytes) for columns of tensors or integers, one entry a source; rows: sources, and one of zeros if
+    their number is odd."""
+    columns = [[x.data_ptr() if isinstance(x, Tensor) else x for x in column] for column in columns]
+    numbers = [x for source in zip(*columns) for x in source] + [0] * (len(columns) * (len(columns[0]) % 2))
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _on_device(tuple(numbers), device, stream), math.gcd(16, *(x for column in columns[:4] for x in column))
+
+
+def _heads_shapes(q, k, name):
+    (B, H, T, D), G = q.shape, k.shape[1]
+    block = triton.next_power_of_2(D // 2)
+    rows, warps = _tile(name, block)
+    rows = min(rows, triton.next_power_of_2(T * G))
+    return B, H, T, D, G, triton.cdiv(T * G, rows), dict(G=G, GROUP=H // G, D=D, BLOCK=block, ROWS=rows, num_warps=warps)
+
+
+@_operator()
+def _heads_forward(q: Tensor, k: Tensor, v: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], cos: Optional[Tensor],
+                   sin: Optional[Tensor], eps: float, k_norm_last: bool, source_k: list[Tensor], source_v: list[Tensor],
+                   launch: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Finished q and k (empty without cos), mixed v (empty without sources), all in [B, T, heads, D] memory; log-sum-exp of the depth scores."""
+    B, H, T, D, G, tiles, shapes = _heads_shapes(q, k, "heads_forward")
+    rope, mix = cos is not None, len(source_k) > 0
+    q_out = q.new_empty((B, T, H, D) if rope else 0)
+    k_out = k.new_empty((B, T, G, D) if rope else 0)
+    mixed = v.new_empty((B, T, G, D) if mix else 0)
+    lse = torch.empty((B, T, G) if mix else 0, device=q.device, dtype=torch.float32)
+    if launch:
+        table, align = _source_table(q.device, source_k, source_v) if mix else (None, 16)
+        _heads_forward_kernel[(tiles, B)](
+            q, k, v, q.stride()[:3], k.stride()[:3], v.stride()[:3], q_weight, k_weight, cos, sin, q_out, k_out, mixed, lse, table,
+            len(source_k), T, eps, D ** -0.5, **shapes, K_NORM_LAST=k_norm_last, ALIGN=align)
+    return q_out, k_out, mixed, lse
+
+
+@_operator("grad_k", "grad_v")
+def _heads_backward(q: Tensor, k: Tensor, v: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], cos: Optional[Tensor],
+                    sin: Optional[Tensor], eps: float, k_norm_last: bool, dq: Optional[Tensor], dk: Optional[Tensor], dv: Tensor,
+                    mixed: Tensor, lse: Tensor, source_k: list[Tensor], source_v: list[Tensor], grad_k: list[Tensor], grad_v: list[Tensor],
+                    filled: list[int], launch: bool) -> tuple[Tensor, Tensor]:
+    """Gradient of q | k | v [B, T, H + 2G, D] and of the two norms' weights [2, D]; the sources' gradients are stored in grad_k and grad_v,
+    or added there where `filled`. dq and dk are None without cos."""
+    B, H, T, D, G, tiles, shapes = _heads_shapes(q, k, "heads_backward")
+    programs = min(tiles * B, _multiprocessors(q.device) * SETTINGS["heads_backward"][2])
+    norm = q_weight is not None or k_weight is not None
+    grad = q.new_empty(B, T, H + 2 * G, D)
+    dw = torch.empty((programs if norm else 0, 2, D), device=q.device, dtype=torch.float32)
+    if launch:
+        dq, dk, dv = (x if x is None else _dense(x) for x in (dq, dk, dv))
+        strides = [x.stride()[:3] for x in (q, k, v, dv if dq is None else dq, dv if dk is None else dk, dv)]
+        table, align = _source_table(q.device, source_k, source_v, grad_k, grad_v, filled) if source_k else (None, 16)
+        _heads_backward_kernel[(programs,)](
+            q, k, v, *strides[:3], q_weight, k_weight, cos, sin, dq, dk, dv, *strides[3:], mixed, lse, grad, dw, table, len(source_k),
+            tiles * B, T, eps, D ** -0.5, **shapes, K_NORM_LAST=k_norm_last, ALIGN=align)
+    return grad, dw.sum(0)
+
+
+@dataclass
+class Slot:
+    """Keys and mixed values that later layers read, and one pair of buffers into which all those readers add their gradients.
+
+    Autograd would give every reader tensors of its own and then add them up, three passes over memory a reader; a reader here adds in
+    place, in its one backward kernel. The order is safe: a reader's gradient with respect to its own query flows through the residual
+    stream into the output of the layer that published, so autograd has run every reader's backward before it can reach that layer's.
+    Only `grads` is held by autograd's nodes: the tensors go when the last reader's saved tensors go. For eager code; compiled code
+    passes plain tensors."""
+    k: Tensor                                                       # [B, T, G, D] contiguous, detached
+    v: Tensor
+    grads: list = field(default_factory=lambda: [None, None])       # of k and v; a buffer exists from the first reader's backward on
+
+
+class _Publish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, k, v, grads):
+        ctx.grads = grads
+        return k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx, dk, dv):
+        total = [own if read is None else read.transpose(1, 2).add_(own) for own, read in zip((dk, dv), ctx.grads)]
+        ctx.grads[:] = None, None
+        return *total, None
+
+
+def publish(k, v):
+    """(k, v, slot) of finished keys and mixed values [B, G, T, D]. The layer's own attention has to use the k and v returned here; later layers
+    pass the slot as a source. Backward: the gradient of k and v plus what the slot's readers have added."""
+    slot = Slot(_rows(k.detach()), _rows(v.detach()))
+    k, v = _Publish.apply(k, v, slot.grads)
+    return k, v, slot
+
+
+def _rows(x):
+    """[B, G, T, D] -> contiguous [B, T, G, D]: a view of tensors in the training layout, else a copy."""
+    return x.transpose(1, 2).contiguous()
+
+
+def _sources(source_k, source_v, k, v):
+    """(tensors: all keys, then all values, as contiguous [B, T, G, D]; the slots' gradient buffers or None). Sources: slots or tensor pairs."""
+    source_k = list(source_k)
+    if source_k and isinstance(source_k[0], Slot):
+        tensors, grads = [s.k for s in source_k] + [s.v for s in source_k], [s.grads for s in source_k]
+    else:
+        tensors, grads = [_rows(x) for x in (*source_k, *source_v)], None
+        if len(tensors) != 2 * len(source_k):
+            raise ValueError(f"{len(source_k)} source keys but {len(tensors) - len(source_k)} source values were given; give one value for each key")
+    B, G, T, D = k.shape
+    for x, own in zip(tensors, [k] * len(source_k) + [v] * len(source_k)):
+        if x.shape != (B, T, G, D) or x.dtype != own.dtype:
+            raise ValueError(f"a source of shape [B, G, T, D] = {list(x.transpose(1, 2).shape)} and {x.dtype} does not go with keys and values of "
+                             f"shape {list(k.shape)} and {own.dtype}; sources must have the same")
+    return tensors, grads
+
+
+def _mix_backward(ctx, q, k, v, norms, dq, dk, dv, mixed, lse, sources):
+    """(gradient of q | k | v, of the norms' weights, of the sources as ordinary autograd wants them)."""
+    n = len(sources) // 2
+    if ctx.grads is None:
+        grads = [torch.empty_like(x) for x in sources]
+        filled = [0] * n
+    else:
+        filled = [int(buffers[0] is not None) for buffers in ctx.grads]
+        for buffers, source_k, source_v in zip(ctx.grads, sources, sources[n:]):
+            if buffers[0] is None:
+                buffers[:] = torch.empty_like(source_k), torch.empty_like(source_v)
+        grads = [b[0] for b in ctx.grads] + [b[1] for b in ctx.grads]
+    grad, dw = _heads_backward(q, k, v, *norms, dq, dk, dv, mixed, lse, list(sources[:n]), list(sources[n:]), grads[:n], grads[n:], filled)
+    return grad, dw, grads if ctx.grads is None else [None] * (2 * n)
+
+
+class _AttentionInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, q_weight, k_weight, cos, sin, heads, eps, k_norm_last, grads, *sources):
+        q, k, v = _split_heads(qkv, *heads)
+        n = len(sources) // 2
+        q_out, k_out, mixed, lse = _heads_forward(q, k, v, q_weight, k_weight, cos, sin, eps, k_norm_last, list(sources[:n]), list(sources[n:]))
+        ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin, mixed, lse, *sources)
+        ctx.heads, ctx.eps, ctx.k_norm_last, ctx.grads = heads, eps, k_norm_last, grads
+        return q_out.transpose(1, 2), k_out.transpose(1, 2), mixed.transpose(1, 2) if sources else v
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        qkv, q_weight, k_weight, cos, sin, mixed, lse, *sources = ctx.saved_tensors
+        norms = q_weight, k_weight, cos, sin, ctx.eps, ctx.k_norm_last
+        grad, dw, dsources = _mix_backward(ctx, *_split_heads(qkv, *ctx.heads), norms, dq, dk, dv, mixed, lse, sources)
+        dq_weight, dk_weight = (None if w is None else dw[i].to(w.dtype) for i, w in enumerate((q_weight, k_weight)))
+        return grad.view(qkv.shape), dq_weight, dk_weight, *[None] * 6, *dsources
+
+
+class _DepthMix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, grads, *sources):
+        n = len(sources) // 2
+        *_, mixed, lse = _heads_forward(q, k, v, None, None, None, None, 0.0, False, list(sources[:n]), list(sources[n:]))
+        ctx.save_for_backward(q, k, v, mixed, lse, *sources)
+        ctx.grads = grads
+        return mixed.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, dv):
+        q, k, v, mixed, lse, *sources = ctx.saved_tensors
+        grad, _, dsources = _mix_backward(ctx, q, k, v, (None, None, None, None, 0.0, False), None, None, dv, mixed, lse, sources)
+        return *(x.transpose(1, 2) for x in grad.split([q.shape[1], k.shape[1], k.shape[1]], dim=2)), None, *dsources
+
+
+def _split_heads(qkv, n_head, n_kv_head):
+    """[B, T, (H + 2G) D] -> views q [B, H, T, D], k and v [B, G, T, D]."""
+    heads = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1)).transpose(1, 2)
+    return heads.split([n_head, n_kv_head, n_kv_head], dim=1)
+
+
+def attention_inputs(qkv, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps, k_norm_after_rope=False, source_k=(), source_v=()):
+    """Queries, keys and values as attention wants them, in one pass over qkv [B, T, (H + 2G) D] = q heads | k heads | v heads.
+
+    q: RMSNorm over each head with q_weight [D] (None: no norm), then RoPE of halves by cos, sin [T, D/2]. k: the same with k_weight, or RoPE
+    first with k_norm_after_rope. v: as it is (a view of qkv) or, given sources, mixed as `depth_mix` says.
+    Sources: N slots from `publish` as source_k, or N keys and N values [B, G, T, D]. Returns q [B, H, T, D], k and v [B, G, T, D]."""
+    T, D = qkv.shape[1], qkv.shape[2] // (n_head + 2 * n_kv_head)
+    if qkv.shape[2] != (n_head + 2 * n_kv_head) * D or D % 2 or cos.shape != (T, D // 2) or sin.shape != cos.shape:
+        raise ValueError(f"qkv {list(qkv.shape)} with {n_head} query and {n_kv_head} KV heads does not go with cos {list(cos.shape)} and sin "
+                         f"{list(sin.shape)}; expected qkv [B, T, (n_head + 2 n_kv_head) D] with an even D, and cos and sin [T, D/2]")
+    qkv = qkv.contiguous()
+    _, k, v = _split_heads(qkv, n_head, n_kv_head)
+    sources, grads = _sources(source_k, source_v, k, v)
+    return _AttentionInputs.apply(qkv, q_weight, k_weight, cos.contiguous(), sin.contiguous(), (n_head, n_kv_head), eps, k_norm_after_rope,
+                                  grads, *sources)
+
+
+def depth_mix(q, k, v, source_k, source_v=()):
+    """Depth-Attention's mixed value (arXiv 2606.05014): sum_j a_j m_j + a_self v with a = softmax over (sources j, self) of <qbar, k_j> / sqrt(D)
+    and qbar the mean query of the KV head's group. q [B, H, T, D], k and v [B, G, T, D], any strides; D even. Sources: N slots from `publish`
+    as source_k, or N keys k_j and N values m_j [B, G, T, D] (lists, or stacked tensors). Sources that are not in the training layout are copied.
+    Returns [B, G, T, D]."""
+    if q.shape[-1] % 2:
+        raise ValueError(f"head_dim is {q.shape[-1]}; depth_mix works on halves of heads and needs an even one")
+    sources, grads = _sources(source_k, source_v, k, v)
+    return _DepthMix.apply(_dense(q), _dense(k), _dense(v), grads, *sources) if sources else v
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Cross entropy
+
+@triton.jit
+def _cross_entropy_kernel(logits, targets, loss, V, stride, ignore_index, LANES: tl.constexpr):
+    """One row: the log-sum-exp online, then the gradient over the logits, which the second read finds in cache. A thread keeps the running
+    maximum of its own columns, so the only exchange between threads is the one at the end."""
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < V)
+    target_logit = tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32)     # an impossible target shows up as a NaN loss
+    cols = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    top = tl.full([LANES], -1e30, tl.float32)       # finite: a lane may see no column at all
+    total = tl.zeros([LANES], tl.float32)
+    for start in range(0, V, 8 * LANES):
+        x = tl.load(logits + start + cols, mask=start + cols < V, other=float("-inf")).to(tl.float32)
+        new_top = tl.maximum(top, tl.max(x, 1))
+        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top[:, None]), 1)
+        top = new_top
+    row_top = tl.max(top, 0)
+    lse = row_top + tl.log(tl.sum(total * tl.exp(top - row_top), 0))
+    ignored = target == ignore_index
+    tl.store(loss + row, tl.where(ignored, 0.0, lse - target_logit))
+    lse = tl.where(ignored, float("inf"), lse)      # exp(x - inf) = 0: a row of zeros
+    for start in range(0, V, 8 * LANES):
+        x = tl.load(logits + start + cols, mask=start + cols < V, other=0.0).to(tl.float32)
+        tl.store(logits + start + cols, tl.exp(x - lse).to(logits.dtype.element_ty), mask=start + cols < V)
+    tl.debug_barrier()                              # the target's entry is written again, after all threads' writes
+    tl.store(logits + target, (tl.exp(target_logit - lse) - 1.0).to(logits.dtype.element_ty), mask=known & (target != ignore_index))
+
+
+@_operator("logits")
+def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, launch: bool) -> Tensor:
+    loss = torch.empty(logits.shape[0], device=logits.device, dtype=torch.float32)
+    if launch:
+        warps, elements = SETTINGS["cross_entropy"]
+        _cross_entropy_kernel[(logits.shape[0],)](logits, targets, loss, logits.shape[1], logits.stride(0), ignore_index,
+                                                  warps * 32 * elements // 8, num_warps=warps)
+    return loss
+
+
+def cross_entropy_(logits, targets, ignore_index=-100):
+    """Cross entropy of each row in nats, float32 [N], of logits [N, V] against targets [N]; 0 where the target is ignore_index, NaN where it is no
+    column. Overwrites the logits with the gradient of the rows' sum, softmax - onehot (zero rows where ignored): the caller's backward
+    uses that, autograd sees nothing here."""
+    if logits.ndim != 2 or logits.stride(1) != 1 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"logits {list(logits.shape)} with strides {logits.stride()} and targets {list(targets.shape)} were given; "
+                         f"expected logits [N, V] with adjacent columns and targets [N]")
+    return _cross_entropy(logits, targets.contiguous(), ignore_index)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# The flash-attn packages
+
+@functools.lru_cache
+def _flash_attn():
+    """(name, forward, backward) of the newest flash-attn package that is installed and runs on this GPU, else (None, None, None). The two
+    functions are flash-attn 4's own; versions 2 and 3 bring their autograd with them: forward is their public function, backward None."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    try:
+        if hopper:
+            from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+            return 'flash_attn_4', _flash_attn_fwd, _flash_attn_bwd
+    except ImportError:
+        pass
+    for name, module in ('flash_attn_3', 'flash_attn_interface'), ('flash_attn_2', 'flash_attn'):
+        try:
+            function = importlib.import_module(module).flash_attn_func
+            if hopper or name == 'flash_attn_2':
+                return name, function, None
+        except (ImportError, AttributeError):
+            pass
+    return None, None, None
+
+
+def flash_attn_version(head_dim):
+    """'flash_attn_4', 'flash_attn_3' or 'flash_attn_2': the flash-attn package that `flash_attention` uses for such heads; None without one."""
+    name = _flash_attn()[0]
+    return name if name and head_dim % 8 == 0 and head_dim <= (128 if name == 'flash_attn_4' else 256) else None
+
+
+@_operator()
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, launch: bool) -> tuple[Tensor, Tensor]:
+    """q [B, T, H, D], k and v [B, T, G, D] -> output [B, T, H, D], log-sum-exp [B, H, T]."""
+    if not launch:
+        return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    return _flash_attn()[1](q, k, v, causal=True, return_lse=True)[:2]
+
+
+@_operator()
+def _flash_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, launch: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if not launch:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return _flash_attn()[2](q, k, v, o, do, lse, causal=True)[:3]
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        o, lse = _flash_forward(q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        return _flash_backward(do.contiguous(), q, k, v, o, lse)
+
+
+def flash_attention(q, k, v):
+    """Causal attention by the package that `flash_attn_version` names. q [B, H, T, D], k and v [B, G, T, D], half precision -> [B, H, T, D]."""
+    name, function, _ = _flash_attn()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return (_FlashAttention.apply(q, k, v) if name == 'flash_attn_4' else function(q, k, v, causal=True)).transpose(1, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Sinkhorn of many small matrices (mHC): all iterations in registers; as separate operations they are hundreds of launches a layer
+
+@triton.jit
+def _sinkhorn_start(logits, rows, n_rows, n: tl.constexpr, P: tl.constexpr):
+    """exp(logits - max), clamped below, of a tile of matrices: [BLOCK, P, P], zero outside n x n; and its places in memory."""
+    i, j = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
+    offsets = rows[:, None, None] * (n * n) + i * n + j
+    mask = (rows < n_rows)[:, None, None] & (i < n) & (j < n)
+    x = tl.load(logits + offsets, mask=mask, other=float('-inf')).to(tl.float32)
+    top = tl.max(tl.max(x, 2), 1)
+    m = tl.exp(x - tl.where(rows < n_rows, top, 0.0)[:, None, None])
+    return tl.where(mask, tl.maximum(m, 1e-12), 0.0), offsets, mask
+
+
+@triton.jit
+def _sinkhorn_forward_kernel(logits, out, n_rows, iters, n: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):
+    rows = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    m, offsets, mask = _sinkhorn_start(logits, rows, n_rows, n, P)
+    for _ in range(iters):
+        m = m / tl.maximum(tl.sum(m, 2), 1e-12)[:, :, None]
+        m = m / tl.maximum(tl.sum(m, 1), 1e-12)[:, None, :]
+    tl.store(out + offsets, m, mask=mask)
+
+
+@triton.jit
+def _sinkhorn_backward_kernel(logits, dout, dlogits, sums, n_rows, iters, n: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):
+    """Runs forward again, keeping each iteration's sums, then walks back: a step's input is its output times its sums."""
+    rows = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    start, offsets, mask = _sinkhorn_start(logits, rows, n_rows, n, P)
+    place = rows[:, None] * P + tl.arange(0, P)[None, :]
+    here = (rows < n_rows)[:, None] & (tl.arange(0, P) >= 0)[None, :]
+    m = start
+    for t in range(iters):
+        r = tl.maximum(tl.sum(m, 2), 1e-12)
+        m = m / r[:, :, None]
+        c = tl.maximum(tl.sum(m, 1), 1e-12)
+        m = m / c[:, None, :]
+        tl.store(sums + 2 * t * n_rows * P + place, r, mask=here)
+        tl.store(sums + (2 * t + 1) * n_rows * P + place, c, mask=here)
+    tl.debug_barrier()  # the sums may be read back by other threads than wrote them
+    g = tl.load(dout + offsets, mask=mask, other=0.0).to(tl.float32)
+    for back in range(iters):
+        t = iters - 1 - back
+        c = tl.load(sums + (2 * t + 1) * n_rows * P + place, mask=here, other=1.0)
+        g = tl.where(mask, (g - tl.where(c > 1e-12, tl.sum(g * m, 1), 0.0)[:, None, :]) / c[:, None, :], 0.0)
+        m = m * c[:, None, :]
+        r = tl.load(sums + 2 * t * n_rows * P + place, mask=here, other=1.0)
+        g = tl.where(mask, (g - tl.where(r > 1e-12, tl.sum(g * m, 2), 0.0)[:, :, None]) / r[:, :, None], 0.0)
+        m = m * r[:, :, None]
+    g = tl.where(start > 1e-12, g * start, 0.0)
+    highest = (start >= 1.0).to(tl.float32)  # what the shift by the maximum takes back; zero but for the clamps
+    g -= highest * (tl.sum(tl.sum(g, 2), 1) / tl.maximum(tl.sum(tl.sum(highest, 2), 1), 1.0))[:, None, None]
+    tl.store(dlogits + offsets, g, mask=mask)
+
+
+_SINKHORN_TILE = 64  # matrices a program
+
+
+@_operator()
+def _sinkhorn_forward(logits: Tensor, iters: int, launch: bool) -> Tensor:
+    n, out = logits.shape[-1], logits.new_empty(logits.shape)
+    if launch:
+        rows = logits.numel() // (n * n)
+        _sinkhorn_forward_kernel[(triton.cdiv(rows, _SINKHORN_TILE),)](logits.contiguous(), out, rows, iters, n, triton.next_power_of_2(n), _SINKHORN_TILE)
+    return out
+
+
+@_operator()
+def _sinkhorn_backward(logits: Tensor, dout: Tensor, iters: int, launch: bool) -> Tensor:
+    n, dlogits = logits.shape[-1], logits.new_empty(logits.shape)
+    if launch:
+        rows, P = logits.numel() // (n * n), triton.next_power_of_2(n)
+        sums = torch.empty(2 * iters, rows, P, device=logits.device)
+        _sinkhorn_backward_kernel[(triton.cdiv(rows, _SINKHORN_TILE),)](logits.contiguous(), dout.contiguous(), dlogits, sums, rows, iters, n, P, _SINKHORN_TILE)
+    return dlogits
+
+
+class _Sinkhorn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, iters):
+        ctx.save_for_backward(logits)
+        ctx.iters = iters
+        return _sinkhorn_forward(logits, iters)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _sinkhorn_backward(ctx.saved_tensors[0], dout, ctx.iters), None
+
+
+def sinkhorn(logits, iters):
+    """exp(logits) [..., n, n] with rows, then columns, normalised `iters` times; float32."""
+    return _Sinkhorn.apply(logits, iters)
