@@ -12,8 +12,10 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 from collections import namedtuple
+from functools import cached_property
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -108,10 +110,8 @@ def read_config(hf, keys, depth=None):
     own choice of GPTConfig.depth, which settles a contradiction in `hf`. Raises ValueError that names the field and its value
     for what this model does not have.
     """
-    kind = hf.get("model_type")
-    if kind not in ("llama", "qwen3"):
-        raise ValueError(f"config.json has model_type {kind!r}; expected 'qwen3' or 'llama' (the Depth-Attention reference says llama too)")
     refuse_unsupported(hf)
+    kind = hf["model_type"]
     fields = shape_fields(hf, kind)
     normed = has_qk_norm(hf, kind, keys)
     fields["qk_norm"] = "head" if normed else "none"
@@ -129,6 +129,10 @@ def read_config(hf, keys, depth=None):
 
 
 def refuse_unsupported(hf):
+    """Raises ValueError for fields that ask for what this model does not have."""
+    if hf.get("model_type") not in ("llama", "qwen3"):
+        raise ValueError(f"config.json has model_type {hf.get('model_type')!r}; expected 'qwen3' or 'llama' (the Depth-Attention reference "
+                         "says llama too)")
     for field, fine in ONLY.items():
         if field in hf and hf[field] not in fine:
             raise ValueError(f"config.json has {field} {hf[field]!r}; this model supports only {fine[0]!r}")
@@ -148,16 +152,27 @@ def shape_fields(hf, kind):
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if absent := [x for x in required if type(hf.get(x)) is not int]:
         raise ValueError(f"config.json has no whole number for {', '.join(absent)}")
-    width, heads = hf["hidden_size"], hf["num_attention_heads"]
-    thetas = {float(x["rope_theta"]) for x in (hf, hf.get("rope_parameters") or {}) if x.get("rope_theta") is not None}
+    width, heads, qwen = hf["hidden_size"], hf["num_attention_heads"], kind == "qwen3"
+    thetas = {number(x, "rope_theta", 10000.0) for x in (hf, hf.get("rope_parameters") or {}) if "rope_theta" in x}
     if len(thetas) > 1:
         raise ValueError(f"config.json has rope_theta {hf['rope_theta']!r} and another one in rope_parameters {hf['rope_parameters']!r}")
     return dict(
-        n_layer=hf["num_hidden_layers"], n_head=heads, n_kv_head=hf.get("num_key_value_heads") or heads, n_embd=width,
-        head_dim=hf.get("head_dim") or (128 if kind == "qwen3" else width // heads), n_inner=hf["intermediate_size"],
-        block_size=hf.get("max_position_embeddings") or (32768 if kind == "qwen3" else 2048), vocab_size=hf["vocab_size"],
-        rope_theta=thetas.pop() if thetas else 10000.0, norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        init_std=float(hf.get("initializer_range", 0.02)), tie_embeddings=bool(hf.get("tie_word_embeddings", False)))
+        n_layer=hf["num_hidden_layers"], n_head=heads, n_kv_head=number(hf, "num_key_value_heads", heads), n_embd=width,
+        head_dim=number(hf, "head_dim", 128 if qwen else width // heads), n_inner=hf["intermediate_size"],
+        block_size=number(hf, "max_position_embeddings", 32768 if qwen else 2048), vocab_size=hf["vocab_size"],
+        rope_theta=thetas.pop() if thetas else 10000.0, norm_eps=number(hf, "rms_norm_eps", 1e-6),
+        init_std=number(hf, "initializer_range", 0.02), tie_embeddings=bool(hf.get("tie_word_embeddings", False)))
+
+
+def number(hf, name, default):
+    """A field as a number of the default's type; the default if it is absent or null."""
+    value = hf.get(name)
+    if value is None:
+        return default
+    try:
+        return type(default)(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"config.json has {name} {value!r}; expected a number") from None
 
 
 def has_qk_norm(hf, kind, keys):
@@ -203,13 +218,13 @@ def baseline_fields(hf, baseline):
             return default
     if baseline == "attnres":
         return dict(connector="attnres", attnres_sources="snapshots", attnres_block_size=positive(12, "attnres_block_size"),
-                    attnres_recency_bias_init=float(hf.get("attnres_recency_bias_init", 3.0)))
+                    attnres_recency_bias_init=number(hf, "attnres_recency_bias_init", 3.0))
     if baseline == "denseformer":
         return dict(connector="denseformer",
                     denseformer_dilation=positive(1, "denseformer_dwa_dilation", "densetransformer_dwa_dilation"),
                     denseformer_period=positive(1, "denseformer_dwa_period", "densetransformer_dwa_period"))
     return dict(connector="mhc", mhc_num_streams=positive(4, "residual_baseline_num_streams", "mhc_num_streams"),
-                mhc_sinkhorn_iters=positive(20, "mhc_sinkhorn_iters"), mhc_alpha_init=float(hf.get("mhc_alpha_init", 0.01)))
+                mhc_sinkhorn_iters=positive(20, "mhc_sinkhorn_iters"), mhc_alpha_init=number(hf, "mhc_alpha_init", 0.01))
 
 
 def wants_depth_attention(hf, depth):
@@ -256,8 +271,8 @@ class Folder:
     """A Hugging Face checkpoint in a local folder or on the Hub.
 
     Attributes: name; config, its config.json; where, a dict from each tensor's name to the safetensors file that holds it. Files of
-    a Hub repository are downloaded into huggingface_hub's cache. Raises ValueError for a folder that does not exist or cannot
-    be read, and for a repository that cannot be reached.
+    a Hub repository are downloaded into huggingface_hub's cache when they are first needed. Raises ValueError for a folder that
+    does not exist or cannot be read, and for a repository that cannot be reached.
     """
     def __init__(self, path_or_repo_id):
         self.name = os.fspath(path_or_repo_id)
@@ -270,10 +285,14 @@ class Folder:
             run = any(name.startswith("ckpt_") for name in self.files or ())
             raise ValueError(f"{self.name} has no config.json" + ("; it is a run of train.py, which hf.py export turns into one" if run else ""))
         self.config = read_json(path)
-        self.where = {}
+
+    @cached_property
+    def where(self):
+        where = {}
         for shard in self.shards():
             with open_shard(shard) as file:
-                self.where.update((key, shard) for key in file.keys())
+                where.update((key, shard) for key in file.keys())
+        return where
 
     def find(self, name):
         """The path of one of the files, downloaded if need be; None if there is no such file."""
@@ -296,7 +315,9 @@ class Folder:
     def shards(self):
         """The paths of the safetensors files."""
         index = self.find("model.safetensors.index.json")
-        names = sorted(set(read_json(index)["weight_map"].values())) if index else ["model.safetensors"]
+        names = sorted(set(read_json(index).get("weight_map", {}).values())) if index else ["model.safetensors"]
+        if not names:
+            raise ValueError(f"{index} has no weight_map that names the files; fetch it again")
         paths = [self.find(name) for name in names]
         if None in paths:
             pickled = any(name.endswith(".bin") for name in self.files or ())
@@ -313,9 +334,12 @@ class Folder:
 def read_json(path):
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            value = json.load(file)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}; expected an object with fields")
+    return value
 
 
 def open_shard(path):
@@ -357,6 +381,7 @@ def folder_config(folder, **overrides):
     if unknown := [name for name in overrides if name not in known]:
         raise ValueError(f"{unknown[0]!r} is not a field of GPTConfig; expected one of {', '.join(known)}")
     try:
+        refuse_unsupported(folder.config)  # before its tensors are looked at, which may mean to download them
         return GPTConfig(**{**read_config(folder.config, folder.where, overrides.get("depth")).fields, **overrides})
     except ValueError as error:
         raise ValueError(f"{folder.name}: {error}") from None
@@ -425,14 +450,13 @@ def export(model_or_checkpoint, folder, tokenizer=None, dtype=None, max_shard_by
     os.makedirs(folder, exist_ok=True)
     if os.listdir(folder):
         raise ValueError(f"{folder} is not empty; export into a new folder")
+    main_dtype, eot = dtype or state["embed.weight"].dtype, tokenizer.eot if tokenizer else None
+    write_json(folder, "config.json", {**config_to_hf(config, form), "torch_dtype": str(main_dtype).removeprefix("torch."),
+                                       "pad_token_id": None, "bos_token_id": eot, "eos_token_id": eot})
     tensors = {key: state[ours] if rows is None else state[ours][rows] for key, ours, rows in names}
     if form == "reference":  # its class has this norm, which nothing trains or uses
         tensors["lm_head_layernorm.weight"] = torch.ones(config.n_embd, dtype=state["norm.weight"].dtype)
     write_shards(tensors, dtype, folder, max_shard_bytes)
-    dtype = dtype or state["embed.weight"].dtype
-    eot = tokenizer.eot if tokenizer else None
-    write_json(folder, "config.json", {**config_to_hf(config, form), "torch_dtype": str(dtype).removeprefix("torch."),
-                                       "pad_token_id": None, "bos_token_id": eot, "eos_token_id": eot})
     return norm_order_note(config, form) + write_tokenizer(tokenizer, config, folder)
 
 
@@ -516,6 +540,7 @@ def write_shards(tensors, dtype, folder, max_shard_bytes):
     for name, keys in zip(names, shards, strict=True):
         part = {key: tensors[key].detach().to("cpu", dtype or tensors[key].dtype).contiguous() for key in keys}
         save_file(part, os.path.join(folder, name), metadata={"format": "pt"})
+        shutil.copymode(os.path.join(folder, "config.json"), os.path.join(folder, name))  # save_file's own mode hides it from others
     if len(shards) > 1:
         where = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         write_json(folder, "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
@@ -597,7 +622,8 @@ def inspect(path_or_repo_id, data_dir=None, eval_tokens=65536, device="", dtype=
     print(f"key norm    {order}: {reading.order_reason}")
     if data_dir:
         losses, n_tokens = both_losses(folder.name, find(data_dir), eval_tokens, find_device(device), dtype)
-        print(f"loss        {losses[True]:.4f} with key norm after RoPE, {losses[False]:.4f} before, over {n_tokens:,} tokens of {data_dir}")
+        print(f"loss        {losses[True]:.4f} with key norm after RoPE, {losses[False]:.4f} before, in nats per token over "
+              f"{n_tokens:,} tokens of {data_dir}; the lower is likely what it was trained with")
 
 
 def both_losses(name, data_dir, eval_tokens, device, dtype):

@@ -297,7 +297,7 @@ WRONG_FIELDS = [("model_type", "mistral"), ("hidden_act", "gelu"), ("attention_b
                 ("rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0}), ("partial_rotary_factor", 0.5), ("sliding_window", 64),
                 ("layer_types", ["sliding_attention"] * 4), ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}), ("hidden_size", None),
                 ("num_hidden_layers", "four"), ("baseline_mode", "hyper"), ("use_qk_norm", False), ("cross_layer_pattern", "dense"),
-                ("attention_dropout", 0.1), ("no_residual", True), ("quantization_config", {"bits": 4})]
+                ("attention_dropout", 0.1), ("no_residual", True), ("quantization_config", {"bits": 4}), ("rms_norm_eps", "small")]
 
 
 @pytest.mark.parametrize("field, value", WRONG_FIELDS)
@@ -369,6 +369,8 @@ def test_files_that_are_missing_or_damaged(tmp_path):
     assert "hf.py export" in refusal(hf.load, tmp_path)
     (tmp_path / "config.json").write_text("{oops")
     assert "config.json is not valid JSON" in refusal(hf.load, tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    assert "config.json holds a JSON list" in refusal(hf.load, tmp_path)
     edited(tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:len(whole) // 2])
@@ -379,13 +381,18 @@ def test_files_that_are_missing_or_damaged(tmp_path):
     assert "pickles" in refusal(hf.load, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
     assert "model-00002-of-00002.safetensors" in refusal(hf.load, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert "no weight_map" in refusal(hf.load, tmp_path)
 
 
 def test_hub_ids(tmp_path, monkeypatch):
     assert "no folder '/nowhere/at/all'" in refusal(hf.load, "/nowhere/at/all")
     hub = pytest.importorskip("huggingface_hub")
 
+    asked = []
+
     def download(repo_id, name):
+        asked.append(name)
         if repo_id == "some/one":
             raise ConnectionError("no route\nto host")
         if not (edited(tmp_path) / name).exists():
@@ -395,6 +402,10 @@ def test_hub_ids(tmp_path, monkeypatch):
     sentence = refusal(hf.load, "some/one")
     assert "some/one" in sentence and "(no route)" in sentence and "network" in sentence
     assert hf.load("some/other").config.n_layer == 4
+    asked.clear()
+    original = json.loads((tmp_path / "config.json").read_text())
+    monkeypatch.setattr(hf, "read_json", lambda path: {**original, "model_type": "gpt2"})
+    assert "gpt2" in refusal(hf.load, "some/other") and asked == ["config.json"]  # nothing large is fetched in vain
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -484,7 +495,7 @@ def test_export_and_inspect(run, tmp_path, capsys):
     x, y = split.windows(hf.eval_windows(split, 32, 96), 32)
     with torch.no_grad():
         after, before = (hf.load(tmp_path / "new10", k_norm_after_rope=order)(x, y)[1].item() for order in (True, False))
-    assert f"{after:.4f} with key norm after RoPE, {before:.4f} before, over 96 tokens" in out and abs(after - before) > 1e-3
+    assert f"{after:.4f} with key norm after RoPE, {before:.4f} before, in nats per token over 96 tokens" in out and abs(after - before) > 1e-3
 
 
 def test_mistakes_end_in_one_sentence(run, tmp_path):
