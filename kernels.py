@@ -468,7 +468,7 @@ def _source_table(device, *columns):
     """(table, alignment of all addresses in bytes) for columns of tensors or integers, one entry a source; rows: sources, and one of zeros if
     their number is odd."""
     columns = [[x.data_ptr() if isinstance(x, Tensor) else x for x in column] for column in columns]
-    numbers = [x for source in zip(*columns) for x in source] + [0] * (len(columns) * (len(columns[0]) % 2))
+    numbers = [x for source in zip(*columns, strict=True) for x in source] + [0] * (len(columns) * (len(columns[0]) % 2))
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _on_device(tuple(numbers), device, stream), math.gcd(16, *(x for column in columns[:4] for x in column))
 
@@ -544,7 +544,7 @@ class _Publish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dk, dv):
-        total = [own if read is None else read.transpose(1, 2).add_(own) for own, read in zip((dk, dv), ctx.grads)]
+        total = [own if read is None else read.transpose(1, 2).add_(own) for own, read in zip((dk, dv), ctx.grads, strict=True)]
         ctx.grads[:] = None, None
         return *total, None
 
@@ -572,7 +572,7 @@ def _sources(source_k, source_v, k, v):
         if len(tensors) != 2 * len(source_k):
             raise ValueError(f"{len(source_k)} source keys but {len(tensors) - len(source_k)} source values were given; give one value for each key")
     B, G, T, D = k.shape
-    for x, own in zip(tensors, [k] * len(source_k) + [v] * len(source_k)):
+    for x, own in zip(tensors, [k] * len(source_k) + [v] * len(source_k), strict=True):
         if x.shape != (B, T, G, D) or x.dtype != own.dtype:
             raise ValueError(f"a source of shape [B, G, T, D] = {list(x.transpose(1, 2).shape)} and {x.dtype} does not go with keys and values of "
                              f"shape {list(k.shape)} and {own.dtype}; sources must have the same")
@@ -587,7 +587,7 @@ def _mix_backward(ctx, q, k, v, norms, dq, dk, dv, mixed, lse, sources):
         filled = [0] * n
     else:
         filled = [int(buffers[0] is not None) for buffers in ctx.grads]
-        for buffers, source_k, source_v in zip(ctx.grads, sources, sources[n:]):
+        for buffers, source_k, source_v in zip(ctx.grads, sources[:n], sources[n:], strict=True):
             if buffers[0] is None:
                 buffers[:] = torch.empty_like(source_k), torch.empty_like(source_v)
         grads = [b[0] for b in ctx.grads] + [b[1] for b in ctx.grads]
