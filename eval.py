@@ -289,9 +289,11 @@ def find_tasks(c):
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-def open_model(c, device):
-    """(GPT in eval mode, tokenizer or None, the run's checkpoint or {}) as the options say."""
-    overrides = {field.name: getattr(c, field.name) for field in fields(GPTConfig) if field.name in c.given and field.name != "block_size"}
+def open_model(c, device, **overrides):
+    """
+    (GPT in eval mode, tokenizer or None, the run's checkpoint or {}) for the options init_from, out_dir and which. `overrides` replace fields of a
+    Hugging Face folder's GPTConfig. Raises ValueError.
+    """
     if c.init_from:
         path = hf.Folder(c.init_from).find("tokenizer.json")
         return hf.load(c.init_from, device=device, **overrides), path and json_tokenizer_from_file(path), {}
@@ -317,7 +319,8 @@ def run(c):
     device = configurator.find_device(c.device)
     wide = c.dtype == "float32" or not c.dtype and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0))
     autocast = contextlib.nullcontext() if wide else torch.autocast(device.type, torch.bfloat16)
-    model, tokenizer, saved = open_model(c, device)
+    overrides = {field.name: getattr(c, field.name) for field in fields(GPTConfig) if field.name in c.given and field.name != "block_size"}
+    model, tokenizer, saved = open_model(c, device, **overrides)
     folder = c.data_dir or ("" if c.tasks or not saved else saved["config"]["data_dir"])
     if not folder and not c.tasks:
         raise ValueError("there is nothing to evaluate: give --data_dir, --tasks or both.")
