@@ -22,6 +22,7 @@ A user's mistake ends in SystemExit with one sentence (Python prints it as the l
 import ast
 import contextlib
 import difflib
+import functools
 import io
 import math
 import sys
@@ -94,6 +95,7 @@ def find_device(name, local_rank=None):
 # -----------------------------------------------------------------------------
 # the options of a script
 
+@functools.lru_cache
 def read_options(path, class_name=None):
     """
     The options that a source file declares, in its order: at top level, or as the fields of the dataclass `class_name`.
@@ -131,7 +133,7 @@ def _comments(source):
 
 def options_of(script, model_fields=False):
     """The script's options and, with model_fields, those of GPTConfig that it does not declare itself."""
-    options = read_options(script)
+    options = list(read_options(script))
     if model_fields:
         own = {option.name for option in options}
         options += [option for option in read_options(ROOT / "model.py", "GPTConfig") if option.name not in own]

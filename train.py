@@ -84,6 +84,7 @@ wandb_run_name = ""  # wandb's name of the run; empty = the name of out_dir
 # ----------------------------------------------------------------------------------------------------------------------
 
 MODEL_FIELDS = tuple(field.name for field in dataclasses.fields(GPTConfig))
+STDLIB = configurator.ROOT / "data/pystdlib"  # the data set that needs no network and makes itself
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Peak dense 16-bit matmul rates in TFLOP/s, from the makers' data sheets; all words of a key must be in the device's name, first match wins.
 PEAKS = {"B200": 2250, "GB200": 2250, "H200": 989, "GH200": 989, "H800": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148,
@@ -100,7 +101,8 @@ def lr_at(step, c):
         return c.learning_rate * (step + 1) / (c.warmup_iters + 1)
     if step >= last:
         return c.min_lr
-    return c.min_lr + 0.5 * (c.learning_rate - c.min_lr) * (1 + math.cos(math.pi * (step - c.warmup_iters) / (last - c.warmup_iters)))
+    high = 0.5 * (1 + math.cos(math.pi * (step - c.warmup_iters) / (last - c.warmup_iters)))
+    return high * c.learning_rate + (1 - high) * c.min_lr
 
 
 def accumulation_steps(global_batch_size, batch_size, world_size):
@@ -233,7 +235,7 @@ def explained_errors(c, ranks):
         raise SystemExit(f"error: rank {ranks.rank} is out of GPU memory at --batch_size={c.batch_size}. Halve it (the global batch and the results stay the same), "
                          f"or add --grad_checkpoint=True or --zero1=True. PyTorch says: {str(error).splitlines()[0]}") from error
     except Exception as error:
-        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        text = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2]) or type(error).__name__
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise SystemExit(f"error: torch.compile failed; --compile=False trains without it. It says: {type(error).__name__}: {text}") from error
         if ranks.world_size > 1 and (isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search("gloo|Connection|NCCL", str(error))):
@@ -252,7 +254,7 @@ def open_data(c, ranks):
     that meta.json only names is taken into meta, which is what checkpoints carry. The standard library's data set is made if it is missing. Raises ValueError.
     """
     folder = configurator.find(c.data_dir)
-    if folder == configurator.ROOT / "data/pystdlib":
+    if folder == STDLIB:
         ranks.on_main(prepare, folder)
     meta = shards.load_meta(folder)
     said_by = f"{folder / 'meta.json'}" if not c.vocab_size else "--vocab_size"
