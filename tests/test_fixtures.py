@@ -1,5 +1,6 @@
 """The model against numbers of the reference (tests/fixtures/README.md): logits, loss, gradients and greedy tokens of every method."""
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def close(found, expected, absolute, relative=0.0):
     assert difference <= absolute + relative * scale, f"{difference} > {absolute} + {relative} * {scale}"
 
 
+@lru_cache
 def pretrained(case, order):
     return GPT.from_pretrained(FIXTURES / case, k_norm_after_rope=order == "post_rope")
 
