@@ -146,7 +146,7 @@ def depth_mix(q, k, v, source_k, source_v):
     keys, values = torch.stack([*source_k, k]), torch.stack([*source_v, v])  # [N+1,B,G,T,D]
     scores = (qbar * keys).sum(-1) / math.sqrt(q.shape[-1])
     a = torch.softmax(scores, dim=0, dtype=_wide(scores)).type_as(v)
-    return (a.unsqueeze(-1) * values).sum(0)
+    return (a.unsqueeze(-1) * values).sum(0).type_as(v)  # CUDA autocast sums in float32
 
 
 def moda_attention(q, k, v, depth_k, depth_v):
