@@ -13,10 +13,8 @@ import contextlib
 import difflib
 import fnmatch
 import json
-import logging
 import math
 import os
-from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +25,14 @@ import configurator
 import hf
 from data import shards
 from data.tokenizer import json_tokenizer_from_file, tokenizer_from_meta
-from model import GPTConfig, KVCache, sample
+from model import KVCache, sample
 
 # ----------------------------------------------------------------------------------------------------------------------
 # model
 out_dir = "out"  # folder of the run (relative to the working directory)
 which = "best"  # its checkpoint: best or last
-init_from = ""  # a Hugging Face folder or Hub id instead; fields of GPTConfig given with it replace the folder's
+init_from = ""  # a Hugging Face folder or Hub id instead
+k_norm_after_rope = False  # whether that one norms keys after RoPE; not given = what hf.py inspect says
 # shards
 data_dir = ""  # folder of shards; empty = the run's own or, with --tasks, none
 split = "val"  # which of its shards: val or train
@@ -257,13 +256,14 @@ def run_tasks(c, model, tokenizer, autocast):
     """lm-eval's results (its dict) for the tasks that the options name. Raises ValueError without lm-eval or a tokenizer, or for unknown tasks."""
     if tokenizer is None:
         raise ValueError("tasks are texts, but the model comes without a tokenizer; put a tokenizer.json into its folder.")
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.n_vocab} ids, the model {model.config.vocab_size}: they do not belong together.")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from lm_eval import simple_evaluate
         from lm_eval.api.model import TemplateLM
     except ImportError as error:
         raise ValueError(f"--tasks needs lm-eval, which cannot be imported ({error}); run: pip install lm-eval") from None
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about options that there are none of here
     manager, names = find_tasks(c)
     lm = type("LM", (Harness, TemplateLM), {})(model, tokenizer, c.batch_size, autocast)
     return simple_evaluate(model=lm, tasks=names, task_manager=manager, num_fewshot=None if c.num_fewshot < 0 else c.num_fewshot,
@@ -280,7 +280,7 @@ def find_tasks(c):
         manager = TaskManager(include_path=c.tasks_path or None, include_defaults=defaults)
         found = {name: fnmatch.filter(manager.all_tasks, name) for name in wanted}
         if all(found.values()):
-            return manager, sorted(set(sum(found.values(), [])))
+            return manager, list(dict.fromkeys(sum(found.values(), [])))
     missing = next(name for name in wanted if not found[name])
     near = difflib.get_close_matches(missing, manager.all_tasks, n=3, cutoff=0)
     raise ValueError(f"--tasks: there is no task {missing!r}{f' in lm-eval or {c.tasks_path}' if c.tasks_path else ' in lm-eval'}; "
@@ -298,7 +298,7 @@ def open_model(c, device, **overrides):
         path = hf.Folder(c.init_from).find("tokenizer.json")
         return hf.load(c.init_from, device=device, **overrides), path and json_tokenizer_from_file(path), {}
     if overrides:
-        raise ValueError(f"--{next(iter(overrides))} is a field of the model, which a run's checkpoint has fixed; leave it away, or give --init_from.")
+        raise ValueError(f"--{next(iter(overrides))} is fixed in the run's checkpoint; it can be given with --init_from only.")
     model, saved = checkpoint.load_run(c.out_dir, c.which, device)
     meta = saved["data"].get("tokenizer")
     return model, tokenizer_from_meta(meta) if meta else None, saved
@@ -319,8 +319,8 @@ def run(c):
     device = configurator.find_device(c.device)
     wide = c.dtype == "float32" or not c.dtype and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0))
     autocast = contextlib.nullcontext() if wide else torch.autocast(device.type, torch.bfloat16)
-    overrides = {field.name: getattr(c, field.name) for field in fields(GPTConfig) if field.name in c.given and field.name != "block_size"}
-    model, tokenizer, saved = open_model(c, device, **overrides)
+    order = {"k_norm_after_rope": c.k_norm_after_rope} if "k_norm_after_rope" in c.given else {}
+    model, tokenizer, saved = open_model(c, device, **order)
     folder = c.data_dir or ("" if c.tasks or not saved else saved["config"]["data_dir"])
     if not folder and not c.tasks:
         raise ValueError("there is nothing to evaluate: give --data_dir, --tasks or both.")
@@ -330,14 +330,15 @@ def run(c):
         print(f"{results['model']} on the {c.split} shards of {folder}:", *table(results["shards"]), sep="\n", flush=True)
     if c.tasks:
         found = run_tasks(c, model, tokenizer, autocast)
-        results["tasks"] = {key: found[key] for key in ("results", "groups", "versions", "n-shot", "n-samples") if found.get(key)}
+        kept = {key: found[key] for key in ("results", "groups", "versions", "n-shot", "n-samples") if found.get(key)}
+        results["tasks"] = json.loads(json.dumps(kept, default=float))  # NumPy's numbers as plain ones
         from lm_eval.utils import make_table
         print(*(make_table(found, key) for key in ("results", "groups") if found.get(key)), sep="\n", flush=True)
     return results
 
 
 def main(argv=None):
-    c = configurator.configure(__file__, argv, model_fields=True)
+    c = configurator.configure(__file__, argv)
     try:
         with configurator.clean_errors():
             results = run(c)

@@ -128,7 +128,9 @@ def plot_loss(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, title="",
     for i, (log, name) in enumerate(zip(logs, names)):
         at, val_at = positions(log, axis)
         colour, marker, dashes = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], ("-", "--", ":")[i // len(COLOURS) % 3]
-        curve = running_mean(log["train_loss"], smooth or max(5, len(at) // 20))
+        n = smooth or max(5, len(at) // 20)
+        end = max(1, len(at) - n // 4)  # the last means are of so few lines that they would end the curve in a spike
+        at, curve = at[:end], running_mean(log["train_loss"], n)[:end]
         ax.plot(at, curve, dashes, color=colour, lw=1.1, alpha=0.75)
         ax.plot(val_at, log["val_loss"], marker, color=colour, ms=4, mec="white", mew=0.5, zorder=3)
         last = f"  (last validation {log['val_loss'][-1]:.3f})" if len(val_at) else ""

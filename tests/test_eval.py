@@ -208,12 +208,13 @@ def test_mistakes_end_in_a_sentence(tmp_path, monkeypatch):
     assert "--which=new must be best or last" in fails(out_dir, "--which=new")
     assert "--batch_size=0 must be at least 1" in fails(out_dir, "--batch_size=0")
     assert "a context of 64 tokens is longer than block_size=48" in fails(out_dir, f"--data_dir={data}", "--block_size=64")
-    assert "--depth_stride is a field of the model" in fails(out_dir, f"--data_dir={data}", "--depth_stride=2")
+    assert "--k_norm_after_rope is fixed in the run's checkpoint" in fails(out_dir, f"--data_dir={data}", "--k_norm_after_rope=True")
     assert "expected token shards named train*.bin" in fails(out_dir, f"--data_dir={data}", "--split=train")
     other = make_run(tmp_path / "other", make_model(), CharTokenizer("abc"), data)
     assert "was made with another tokenizer than the model was trained with" in fails(f"--out_dir={other}")
     small = make_run(tmp_path / "small", make_model(vocab_size=64), data_dir=data)
     assert "expected ids below vocab_size=64 as the model says" in fails(f"--out_dir={small}")
+    assert "the tokenizer has 257 ids, the model 64" in fails(f"--out_dir={small}", "--tasks=any")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert fails(out_dir, "--tasks=any").endswith("run: pip install lm-eval")
 
@@ -226,6 +227,10 @@ def test_shards_without_bytes_and_a_hugging_face_folder(tmp_path, capsys):
     result = json.loads((tmp_path / "result.json").read_text())["shards"]
     assert result["loss"] == evaluation.evaluate(make_model(), open_split(data, "val"), 32)["loss"]
     assert "bits per byte  unknown" in capsys.readouterr().out
+    evaluation.main([f"--init_from={tmp_path / 'hf'}", f"--data_dir={data}", "--device=cpu", "--block_size=32", f"--save={tmp_path / 'result.json'}",
+                     "--k_norm_after_rope=True"])
+    other = json.loads((tmp_path / "result.json").read_text())["shards"]["loss"]
+    assert other == evaluation.evaluate(make_model(k_norm_after_rope=True), open_split(data, "val"), 32)["loss"] != result["loss"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

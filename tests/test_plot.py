@@ -238,7 +238,7 @@ def test_loss_figure(tmp_path):
     fig = plot.plot_loss(logs, ["first", "second"], "tokens")
     ax = fig.axes[0]
     train_a, val_a, train_b, val_b = ax.lines
-    np.testing.assert_allclose(train_a.get_ydata(), logs[0]["train_loss"])  # a straight line, which smoothing leaves as it is
+    np.testing.assert_allclose(train_a.get_ydata(), logs[0]["train_loss"][:39])  # a straight line, which smoothing leaves as it is
     assert train_a.get_color() == val_a.get_color() != train_b.get_color() == val_b.get_color()
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["first  (last validation 3.500)", "second  (last validation 3.600)"]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("Training tokens", "Loss (nats per token)")
