@@ -1,0 +1,139 @@
+"""
+What a training run needs, before it is started: the memory of each GPU and the days it takes, from its configuration alone.
+
+`python bench.py config/depth_3b.py --plan` prints it. Activations are counted tensor by tensor, as model.py and kernels.py keep them for the backward
+pass under bfloat16 autocast on CUDA; a test holds the count against what autograd really saves. Sizes are in bytes, GB are 10^9 of them.
+"""
+import torch
+
+from model import GPT
+
+CARDS = (80, 141)  # nominal GB, of H100 and A100 and of H200; what they have beyond it (6 %) is left to CUDA's context, NCCL and the allocator's gaps
+LOGITS = 2**29  # elements of a chunk of logits, as in model.LinearCrossEntropy on CUDA
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# activations, in bytes a token; every tensor is bfloat16 unless it says otherwise. C, M, H, G, D as in model.py
+
+def stream(model, grad_checkpoint):
+    """What carries the residual stream, for all layers: at every sub-layer, or with grad_checkpoint only where a layer begins."""
+    c, M, C = model.config, len(model.order), 2 * model.config.n_embd
+    borders, inside = {
+        "residual": (2 * M * C, C),  # x before each norm; with the branch that is not added yet, where a layer begins
+        "denseformer": ((M + 1 + sum(map(bool, getattr(model.connector, "lengths", ())))) * C, M * C),  # outputs and averages; x before the MLP
+        "attnres": ((M + 1) * C + C, M * C + 2 * M * (C + 4)),  # x after each sub-layer; what a sub-layer reads, with a log-sum-exp in float32
+        "mhc": ((M * c.mhc_num_streams + 1) * C, M * c.mhc_num_streams * C + 2 * M * C),  # the streams; each branch's output
+    }.get(c.connector, (2 * M * C, C))
+    return borders if grad_checkpoint else borders + inside
+
+
+def layers(model):
+    """What the insides of all layers keep, by kind, without the sources and slots that later layers read."""
+    c, M = model.config, len(model.order)
+    q, kv = 2 * c.n_head * c.head_dim, 2 * c.n_kv_head * c.head_dim
+    mixes = sum(map(bool, getattr(model.depth, "candidates", ())))
+    return {"norms": M * 2 * 2 * c.n_embd,  # their outputs; in post-norm order their inputs
+            "qkv projections": M * (q + 2 * kv),
+            "queries, keys, values": M * (q + kv) + mixes * (kv + 4 * c.n_kv_head),  # a value that is not mixed is a part of its projection
+            "attention outputs": M * (q + 4 * c.n_head),  # with log-sum-exps in float32
+            "MLPs": M * 3 * 2 * c.n_inner}
+
+
+def shared(model, grad_checkpoint):
+    """Keys and values that later layers read, beyond what their own layer keeps of them."""
+    c, kv = model.config, 2 * model.config.n_kv_head * model.config.head_dim
+    own = 2 * kv if grad_checkpoint else 0  # what a layer that is computed again would not keep
+    if c.depth == "depth_attention":
+        return len(model.depth.read_later) * own + kv * (0 in model.depth.read_later)  # layer 0 mixes nothing: its values are copied
+    if c.depth == "moda":
+        ffn = sum(model.layers[l].ffn_kv is not None for l in model.order)
+        return len(model.order) * (kv + own / 2) + ffn * (2 * kv + (0 if grad_checkpoint else 2 * kv))
+    return 0
+
+
+def activations(model, tokens, grad_checkpoint=False):
+    """
+    Bytes that the forward pass of a micro-batch of `tokens` tokens leaves for the backward pass, by kind. With grad_checkpoint these are the layers'
+    inputs, and the inside of the one layer that is being computed again. model: a GPT, which may be on the meta device.
+    """
+    parts = {"residual stream": stream(model, grad_checkpoint)}
+    inside = layers(model)
+    if grad_checkpoint:
+        parts["one layer, computed again"] = (sum(inside.values()) + stream(model, False) - stream(model, True)) / len(model.order)
+    else:
+        parts |= inside
+    parts |= {"depth sources and slots": shared(model, grad_checkpoint), "gradient at the head": 2 * model.config.n_embd}
+    return {name: round(tokens * size) for name, size in parts.items() if size}
+
+
+def reader_gradients(model):
+    """Bytes a token of the buffers in which later layers' readers add up the gradients of what they read. All are there early in the backward pass."""
+    c, M, C, kv = model.config, len(model.order), 2 * model.config.n_embd, 2 * model.config.n_kv_head * model.config.head_dim
+    depth = {"depth_attention": len(getattr(model.depth, "read_later", ())),
+             "moda": M + sum(model.layers[l].ffn_kv is not None for l in model.order)}.get(c.depth, 0)
+    states = {"denseformer": M + 1, "attnres": 1 + 2 * M // c.attnres_block_size}.get(c.connector, 0)
+    return depth * 2 * kv + states * C
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# all of the memory, and time
+
+def skeleton(config):
+    """The model without its numbers."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def peak_memory(model, batch_size, world_size=1, micro_steps=1, zero1=False, grad_checkpoint=False):
+    """
+    Bytes on each GPU when most are in use, by kind; their sum is the peak. micro_steps: micro-batches a step (gradient accumulation).
+
+    Three moments can be the highest: the end of the forward pass, in the head; the beginning of the backward pass; its end, when all gradients are
+    there. With several GPUs (whose gradients are views of DDP's buckets) or several micro-steps, the gradients are there all the time.
+    """
+    c, tokens, n, head = model.config, batch_size * model.config.block_size, model.num_params(), model.head_weight.numel()
+    saved = activations(model, tokens, grad_checkpoint)
+    casts = 2 * sum(p.numel() for module in (model.layers, model.connector) for p in module.parameters() if p.ndim == 2)
+    chunk = min(tokens, max(16, LOGITS // c.vocab_size))
+    held = {"parameters": 4 * n, "AdamW's moments": 8 * n // (world_size if zero1 else 1)}
+    keeps_gradients = world_size > 1 or micro_steps > 1
+    if keeps_gradients:
+        held["gradients"] = 4 * n
+    passing = {"gradients of activations": 2 * tokens * 3 * (c.n_inner + c.n_embd) + tokens * reader_gradients(model)}
+    forward = {kind: size for kind, size in saved.items() if kind != "one layer, computed again"}
+    forward |= {"weights in bfloat16": casts + 2 * head, "logits": 2 * chunk * c.vocab_size, "gradient of the head": (4 + 2) * head}
+    begin = saved | {"weights in bfloat16": casts, "gradient of the head": 4 * head} | passing
+    end = passing | ({} if keeps_gradients else {"gradients": 4 * n})
+    return held | max((forward, begin, end), key=lambda moment: sum(moment.values()))
+
+
+def largest_batch(model, limit, **options):
+    """The most sequences a micro-batch whose peak is within `limit` bytes; 0 if not even one is."""
+    fits = lambda batch: sum(peak_memory(model, batch, **options).values()) <= limit
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def sentences(model, batch_size, peak_flops, mfu, train_tokens=0, grad_checkpoint=False, **options):
+    """
+    What the memory allows and the time that a run takes, as sentences. peak_flops: of one GPU, or None if unknown; train_tokens: of the whole run, or 0;
+    options: world_size, micro_steps and zero1 of `peak_memory`.
+    """
+    T, world_size = model.config.block_size, options.get("world_size", 1)
+    parts = peak_memory(model, batch_size, grad_checkpoint=grad_checkpoint, **options)
+    found = [f"{model.num_params():,} parameters, {model.num_params(embedding=False):,} without the input embedding. The peak is {sum(parts.values()) / 1e9:.1f} GB."]
+    for checkpointed in (False, True):
+        largest = ", ".join(f"{largest_batch(model, 1e9 * card, grad_checkpoint=checkpointed, **options)} in {card} GB" for card in CARDS)
+        found.append(f"Largest micro-batch of {T:,} tokens {'with' if checkpointed else 'without'} --grad_checkpoint: {largest}.")
+    flops = model.mfu_flops_per_token(T)
+    text = f"A token takes {flops / 1e9:.3g} GFLOP by MFU's convention, {model.flops_per_token(T) / 1e9:.3g} with the method's own work."
+    if peak_flops:
+        speed = mfu * peak_flops * world_size / flops
+        text += f" At {100 * mfu:g} % of {world_size} x {peak_flops / 1e12:,.0f} TFLOP/s that is {speed:,.0f} tokens/s"
+        text += f"; {train_tokens / 1e9:.3g}B tokens take {train_tokens / speed / 86400:.3g} days." if train_tokens else "."
+    return found + [text]
