@@ -26,6 +26,11 @@ SETTINGS = {
     "heads_forward": (4, 8),
     "heads_backward": (4, 8, 8),
     "cross_entropy": (16, 16),
+    "moda_forward": (4, 1, 16, 1, None),
+    "moda_backward": (4, 1, 16, 1, 128),
+    "attnres_forward": (4, 16, 1),
+    "attnres_backward": (4, 16, 4, 1),
+    "weighted_sum": (4, 16, 1),
 }
 
 
@@ -527,11 +532,10 @@ class Slot:
     """Keys and mixed values that later layers read, and one pair of buffers into which all those readers add their gradients.
 
     Autograd would give every reader tensors of its own and then add them up, three passes over memory a reader; a reader here adds in
-    place, in its one backward kernel. The order is safe: a reader's gradient with respect to its own query flows through the residual
-    stream into the output of the layer that published, so autograd has run every reader's backward before it can reach that layer's.
-    Only `grads` is held by autograd's nodes: the tensors go when the last reader's saved tensors go. For eager code; compiled code
-    passes plain tensors."""
-    k: Tensor                                                       # [B, T, G, D] contiguous, detached
+    place, in its one backward kernel. A reader hands autograd no gradient for k and v, but they are its inputs: that is why the backward
+    of `publish`, which picks the buffers up, runs after all readers' and runs even where nothing else reads k and v (MoDA's FFN slots).
+    For eager code; compiled code passes plain tensors."""
+    k: Tensor                                                       # [B, T, G, D] contiguous
     v: Tensor
     grads: list = field(default_factory=lambda: [None, None])       # of k and v; a buffer exists from the first reader's backward on
 
@@ -540,11 +544,15 @@ class _Publish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, k, v, grads):
         ctx.grads = grads
+        ctx.set_materialize_grads(False)
         return k.view_as(k), v.view_as(v)
 
     @staticmethod
     def backward(ctx, dk, dv):
-        total = [own if read is None else read.transpose(1, 2).add_(own) for own, read in zip((dk, dv), ctx.grads, strict=True)]
+        total = []
+        for own, read in zip((dk, dv), ctx.grads, strict=True):
+            read = read if read is None else read.transpose(1, 2)
+            total.append(read if own is None else own if read is None else read.add_(own))
         ctx.grads[:] = None, None
         return *total, None
 
@@ -552,9 +560,9 @@ class _Publish(torch.autograd.Function):
 def publish(k, v):
     """(k, v, slot) of finished keys and mixed values [B, G, T, D]. The layer's own attention has to use the k and v returned here; later layers
     pass the slot as a source. Backward: the gradient of k and v plus what the slot's readers have added."""
-    slot = Slot(_rows(k.detach()), _rows(v.detach()))
-    k, v = _Publish.apply(k, v, slot.grads)
-    return k, v, slot
+    grads = [None, None]
+    k, v = _Publish.apply(k, v, grads)
+    return k, v, Slot(_rows(k), _rows(v), grads)
 
 
 def _rows(x):
@@ -874,3 +882,590 @@ class _Sinkhorn(torch.autograd.Function):
 def sinkhorn(logits, iters):
     """exp(logits) [..., n, n] with rows, then columns, normalised `iters` times; float32."""
     return _Sinkhorn.apply(logits, iters)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Mixture-of-Depths Attention (arXiv 2603.15619): a pass over the depth slots, joined to a flash attention over the sequence
+#
+# A row is a (token, KV head) pair, numbered as [B, T, G] memory is laid out, so that a row's key in any slot lies at row * D. A program takes
+# neighbouring rows through all slots. Its matrix products are batched over rows: one row's GROUP query heads against SLOTS slots of its own,
+# so that no product is masked away, and one warp owns one row, so that the softmax needs no exchange between warps. GROUP is padded to the
+# 16 rows of the tensor cores' instruction, which they can spare here: the time goes into reading the slots.
+
+@triton.jit
+def _slots(table, slot, live, offset, ENTRIES: tl.constexpr, like, ALIGN: tl.constexpr):
+    """Pointers [ROWS, SLOTS, D] into the slots whose addresses stand in one column of the table."""
+    address = tl.load(table + slot * ENTRIES, mask=live, other=0)
+    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), ALIGN)[None, :, None] + offset
+
+
+@triton.jit
+def _rows_and_heads(n_rows, T, G: tl.constexpr, GROUP: tl.constexpr, GROUP_: tl.constexpr, D: tl.constexpr, D_: tl.constexpr, ROWS: tl.constexpr):
+    """This program's rows: number and validity [ROWS, 1], batch and time [ROWS, 1], query heads and validity [ROWS, GROUP_], columns [1, 1, D_]."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    i = tl.arange(0, GROUP_)[None, :]
+    head = row % G * GROUP + i
+    return row, row < n_rows, row // G // T, row // G % T, head, (row < n_rows) & (i < GROUP), tl.arange(0, D_)[None, None, :]
+
+
+@triton.jit
+def _vectors(strides, batch, head, t, cols):
+    """Offsets [ROWS, GROUP_, D_] of head vectors in a tensor [B, H, T, D]."""
+    return (batch * strides[0] + head * strides[1] + t * strides[2])[:, :, None] + cols
+
+
+@triton.jit(do_not_specialize=["n_slots"])
+def _moda_forward_kernel(q, q_strides, o, o_strides, lse, lse_strides, table, n_slots, n_rows, T, scale, G: tl.constexpr, GROUP: tl.constexpr,
+                         GROUP_: tl.constexpr, D: tl.constexpr, D_: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr,
+                         JOINT: tl.constexpr, ALIGN: tl.constexpr):
+    row, valid, batch, t, head, head_valid, cols = _rows_and_heads(n_rows, T, G, GROUP, GROUP_, D, D_, ROWS)
+    mask = head_valid[:, :, None] & (cols < D)
+    query = tl.load(q + _vectors(q_strides, batch, head, t, cols), mask=mask, other=0.0)
+    o += _vectors(o_strides, batch, head, t, cols)
+    lse += batch * lse_strides[0] + head * lse_strides[1] + t
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if JOINT:       # the sequence part, which o and lse hold, is the first entry of the online softmax
+        top = tl.load(lse, mask=head_valid, other=0.0) * LOG2E
+        total = tl.full([ROWS, GROUP_], 1.0, tl.float32)
+        acc = tl.load(o, mask=mask, other=0.0).to(tl.float32)
+    else:
+        top = tl.full([ROWS, GROUP_], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS, GROUP_], tl.float32)
+        acc = tl.zeros([ROWS, GROUP_, D_], tl.float32)
+    for first in tl.range(0, n_slots, SLOTS, num_stages=STAGES):
+        slot = first + tl.arange(0, SLOTS)
+        live = slot < n_slots
+        kv_mask = (valid & live[None, :])[:, :, None] & (cols < D)
+        k = tl.load(_slots(table, slot, live, row[:, :, None] * D + cols, 2, q, ALIGN), mask=kv_mask, other=0.0)
+        v = tl.load(_slots(table + 1, slot, live, row[:, :, None] * D + cols, 2, q, ALIGN), mask=kv_mask, other=0.0)
+        score = tl.dot(query, tl.permute(k, (0, 2, 1)), input_precision="ieee") * (scale * LOG2E)
+        score = tl.where(live[None, None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 2))
+        old, p = tl.exp2(top - new_top), tl.exp2(score - new_top[:, :, None])
+        total = total * old + tl.sum(p, 2)
+        acc = tl.dot(p.to(v.dtype), v, acc * old[:, :, None], input_precision="ieee")
+        top = new_top
+    tl.store(o, (acc / total[:, :, None]).to(o.dtype.element_ty), mask=mask)
+    tl.store(lse, (top + tl.log2(total)) / LOG2E, mask=head_valid)
+
+
+@triton.jit(do_not_specialize=["n_slots"])
+def _moda_backward_kernel(q, q_strides, o, o_strides, do, do_strides, lse, lse_strides, dq, dq_strides, table, n_slots, n_rows, T, scale,
+                          G: tl.constexpr, GROUP: tl.constexpr, GROUP_: tl.constexpr, D: tl.constexpr, D_: tl.constexpr, ROWS: tl.constexpr,
+                          SLOTS: tl.constexpr, STAGES: tl.constexpr, JOINT: tl.constexpr, FILLED: tl.constexpr, SLOT_MAJOR: tl.constexpr,
+                          ALIGN: tl.constexpr):
+    row, valid, batch, t, head, head_valid, cols = _rows_and_heads(n_rows, T, G, GROUP, GROUP_, D, D_, ROWS)
+    mask = head_valid[:, :, None] & (cols < D)
+    query = tl.load(q + _vectors(q_strides, batch, head, t, cols), mask=mask, other=0.0)
+    grad = tl.load(do + _vectors(do_strides, batch, head, t, cols), mask=mask, other=0.0)
+    out = tl.load(o + _vectors(o_strides, batch, head, t, cols), mask=mask, other=0.0)
+    LOG2E: tl.constexpr = 1.4426950408889634
+    log_total = tl.load(lse + batch * lse_strides[0] + head * lse_strides[1] + t, mask=head_valid, other=0.0) * LOG2E
+    centre = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 2)        # sum over the joint softmax of p <do, v>
+    acc = tl.zeros([ROWS, GROUP_, D_], tl.float32)
+    for first in tl.range(0, n_slots, SLOTS, num_stages=STAGES):
+        slot = first + tl.arange(0, SLOTS)
+        live = slot < n_slots
+        kv_mask = (valid & live[None, :])[:, :, None] & (cols < D)
+        k = tl.load(_slots(table, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN), mask=kv_mask, other=0.0)
+        v = tl.load(_slots(table + 1, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN), mask=kv_mask, other=0.0)
+        if SLOT_MAJOR:      # scores [slot, query head]: dk and dv need no transposed probabilities, dq does
+            score = tl.dot(k, tl.permute(query, (0, 2, 1)), input_precision="ieee") * (scale * LOG2E)
+            p = tl.where(live[None, :, None], tl.exp2(score - log_total[:, None, :]), 0.0)
+            dp = tl.dot(v, tl.permute(grad, (0, 2, 1)), input_precision="ieee")
+            ds = (p * (dp - centre[:, None, :]) * scale).to(query.dtype)
+            dv = tl.dot(p.to(query.dtype), grad, input_precision="ieee")
+            dk = tl.dot(ds, query, input_precision="ieee")
+            acc = tl.dot(tl.permute(ds, (0, 2, 1)), k, acc, input_precision="ieee")
+        else:               # scores [query head, slot]: the other way round
+            score = tl.dot(query, tl.permute(k, (0, 2, 1)), input_precision="ieee") * (scale * LOG2E)
+            p = tl.where(live[None, None, :], tl.exp2(score - log_total[:, :, None]), 0.0)
+            dp = tl.dot(grad, tl.permute(v, (0, 2, 1)), input_precision="ieee")
+            ds = (p * (dp - centre[:, :, None]) * scale).to(query.dtype)
+            dv = tl.dot(tl.permute(p.to(query.dtype), (0, 2, 1)), grad, input_precision="ieee")
+            dk = tl.dot(tl.permute(ds, (0, 2, 1)), query, input_precision="ieee")
+            acc = tl.dot(ds, k, acc, input_precision="ieee")
+        dk_pointer = _slots(table + 2, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN)
+        dv_pointer = _slots(table + 3, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN)
+        if FILLED:          # some slots hold gradients of later layers already
+            filled = kv_mask & (tl.load(table + slot * 5 + 4, mask=live, other=0) != 0)[None, :, None]
+            dk += tl.load(dk_pointer, mask=filled, other=0.0).to(tl.float32)
+            dv += tl.load(dv_pointer, mask=filled, other=0.0).to(tl.float32)
+        tl.store(dk_pointer, dk.to(query.dtype), mask=kv_mask)
+        tl.store(dv_pointer, dv.to(query.dtype), mask=kv_mask)
+    dq += _vectors(dq_strides, batch, head, t, cols)
+    if JOINT:               # dq holds the sequence part
+        acc += tl.load(dq, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dq, acc.to(query.dtype), mask=mask)
+
+
+def _moda_shapes(q, k, name):
+    (B, H, T, D), G = q.shape, k.shape[1]
+    warps, rows_a_warp, slots, stages, registers = SETTINGS[name]
+    shapes = dict(G=G, GROUP=H // G, GROUP_=max(16, triton.next_power_of_2(H // G)), D=D, D_=max(16, triton.next_power_of_2(D)), ROWS=warps * rows_a_warp,
+                  SLOTS=slots, STAGES=stages, num_warps=warps, maxnreg=registers)
+    return (triton.cdiv(B * T * G, warps * rows_a_warp),), B * T * G, T, D ** -0.5, shapes
+
+
+def _launch_moda_forward(q, o, lse, slot_k, slot_v, joint):
+    """Joins the slots' part to the o and lse of another part of the softmax, in place, or fills o and lse with the slots' part alone."""
+    grid, n_rows, T, scale, shapes = _moda_shapes(q, slot_k[0].transpose(1, 2), "moda_forward")
+    table, align = _source_table(q.device, slot_k, slot_v)
+    _moda_forward_kernel[grid](q, q.stride()[:3], o, o.stride()[:3], lse, lse.stride()[:2], table, len(slot_k), n_rows, T, scale,
+                               JOINT=joint, ALIGN=align, **shapes)
+
+
+def _launch_moda_backward(q, o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled, joint):
+    """Gradients of the slots, stored in grad_k and grad_v or added there where `filled`; that of q is added to dq if `joint`, else stored."""
+    grid, n_rows, T, scale, shapes = _moda_shapes(q, slot_k[0].transpose(1, 2), "moda_backward")
+    table, align = _source_table(q.device, slot_k, slot_v, grad_k, grad_v, filled)
+    _moda_backward_kernel[grid](q, q.stride()[:3], o, o.stride()[:3], do, do.stride()[:3], lse, lse.stride()[:2], dq, dq.stride()[:3], table,
+                                len(slot_k), n_rows, T, scale, JOINT=joint, FILLED=any(filled), SLOT_MAJOR=SLOT_MAJOR, ALIGN=align, **shapes)
+
+
+SLOT_MAJOR = True       # orientation of the backward kernel's scores; bench.py compares the two
+
+
+# Attention over the sequence with its log-sum-exp, and the backward pass as a function of output and log-sum-exp. Given those of the JOINT
+# softmax, the backward of any flash attention returns exactly the sequence's part of the joint gradient: all that it needs of the other part
+# is the normaliser and <do, o>.
+
+def _sequence_backend(q, k):
+    """The attention over the sequence that `moda_attention` uses where it is not told one."""
+    D = q.shape[-1]
+    if q.device.type != "cuda" or q.dtype == torch.float32 and q.shape[2] != k.shape[2]:
+        return "math"
+    if q.shape[2] != k.shape[2]:        # a cache: one query is behind all keys, and more than one need a mask that only "math" has
+        return "flash" if q.shape[2] == 1 else "math"
+    if q.dtype == torch.float32:
+        return "efficient"
+    if flash_attn_version(D) == "flash_attn_4":
+        return "flash_attn_4"
+    return "cudnn" if torch.cuda.get_device_capability()[0] >= 9 and D <= 128 else "flash"
+
+
+_cudnn_lse_axes = 3     # cuDNN's log-sum-exp is [B, H, T] or [B, H, T, 1], by PyTorch's version
+
+
+def _sequence_forward(q, k, v, backend):
+    """Causal attention of the last T of S positions: o [B, H, T, D] in [B, T, H, D] memory, as q is, and lse [B, H, T], float32 and contiguous."""
+    global _cudnn_lse_axes
+    if backend == "flash_attn_4":
+        o, lse, *_ = _flash_attn()[1](q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, return_lse=True)
+        return o.transpose(1, 2), lse
+    if backend == "cudnn":
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+        _cudnn_lse_axes = lse.ndim
+    elif backend == "flash":
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, q.shape[2] > 1)
+    elif backend == "efficient":
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, *_repeat(q, k, v), None, True, 0.0, True)
+        lse = lse[..., :q.shape[2]]
+    else:
+        scores = _causal_scores(q, k)
+        lse = scores.logsumexp(-1)
+        o = _by_group(lambda p, v: p @ v, (scores - lse.unsqueeze(-1)).exp(), v.float()).to(q.dtype)
+    return _rows(o).transpose(1, 2), lse.reshape(q.shape[:3]).contiguous()
+
+
+def _sequence_backward(do, q, k, v, o, lse, backend):
+    """Gradients of q, k and v in [B, T, heads, D] memory."""
+    none, T = q.new_empty(0, dtype=torch.int64), q.shape[2]     # no dropout, so no random state
+    if backend == "flash_attn_4":
+        dq, dk, dv = (x.transpose(1, 2) for x in _flash_attn()[2](*(x.transpose(1, 2) for x in (q, k, v, o, do)), lse, causal=True)[:3])
+    elif backend == "cudnn":
+        lse = lse.unsqueeze(-1) if _cudnn_lse_axes == 4 else lse
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(do, q, k, v, o, lse, none, none, None, None, None, T, T, 0.0, True)
+    elif backend == "flash":
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(do, q, k, v, o, lse, None, None, T, k.shape[2], 0.0, T > 1, none, none)
+    elif backend == "efficient":
+        lse = torch.nn.functional.pad(lse, (0, -T % 32), value=float("inf"))
+        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            do, q, *_repeat(q, k, v), None, o, lse, none, none, 0.0, [True, True, True, False], True)
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    else:
+        do, o, q32, k32, v32 = (x.float() for x in (do, o, q, k, v))
+        p = (_causal_scores(q, k) - lse.unsqueeze(-1)).exp()
+        ds = p * (_by_group(lambda g, v: g @ v.mT, do, v32) - (do * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        dq = _by_group(lambda s, k: s @ k, ds, k32)
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (ds.mT @ q32, p.mT @ do))
+    return tuple(_rows(x.to(q.dtype)).transpose(1, 2) for x in (dq, dk, dv))
+
+
+def _repeat(q, *kv):
+    """[B, G, T, D] -> [B, H, T, D], each KV head once for every query head that reads it."""
+    return [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in kv]
+
+
+def _by_group(function, x, y):
+    """function of x [B, H, ...] and y [B, G, ...], in which each KV head of y serves H / G heads of x; nothing is repeated in memory."""
+    return function(x.unflatten(1, (y.shape[1], -1)), y.unsqueeze(2)).flatten(1, 2)
+
+
+def _causal_scores(q, k):
+    """Scores [B, H, T, S] in float32, -inf where a key is later than the query."""
+    scores = _by_group(lambda q, k: q @ k.mT, q.float(), k.float()) * q.shape[-1] ** -0.5
+    T, S = scores.shape[-2:]
+    return scores.masked_fill(~torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T), float("-inf"))
+
+
+def _heads_like(x, heads):
+    B, _, T, D = x.shape
+    return x.new_empty(B, T, heads, D).transpose(1, 2)
+
+
+@_operator()
+def _moda_forward(q: Tensor, k: Tensor, v: Tensor, slot_k: list[Tensor], slot_v: list[Tensor], backend: str, launch: bool) -> tuple[Tensor, Tensor]:
+    if not launch:
+        return _heads_like(q, q.shape[1]), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    o, lse = _sequence_forward(q, k, v, backend or _sequence_backend(q, k))
+    if slot_k:
+        _launch_moda_forward(q, o, lse, slot_k, slot_v, True)
+    return o, lse
+
+
+@_operator("grad_k", "grad_v")
+def _moda_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, slot_k: list[Tensor], slot_v: list[Tensor],
+                   grad_k: list[Tensor], grad_v: list[Tensor], filled: list[int], backend: str, launch: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if not launch:
+        return _heads_like(q, q.shape[1]), _heads_like(k, k.shape[1]), _heads_like(v, v.shape[1])
+    dq, dk, dv = _sequence_backward(do, q, k, v, o, lse, backend or _sequence_backend(q, k))
+    if slot_k:
+        _launch_moda_backward(q, o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled, True)
+    return dq, dk, dv
+
+
+class _MoDA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, backend, grads, *depth):      # depth: all keys, then all values, as `_slot_rows` takes them
+        slots = _slot_rows(depth, k[:, :, :q.shape[2]], grads is not None)
+        n = len(slots) // 2
+        o, lse = _moda_forward(q, k, v, list(slots[:n]), list(slots[n:]), backend)
+        ctx.save_for_backward(q, k, v, o, lse, *slots)
+        ctx.backend, ctx.grads, ctx.stacked = backend, grads, len(depth) > 0 and depth[0].ndim == 5
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse, *slots = ctx.saved_tensors
+        n = len(slots) // 2
+        whole, grads, filled = _slot_buffers(ctx.grads, slots, ctx.stacked)
+        dq, dk, dv = _moda_backward(_training_layout(do), q, k, v, o, lse, slots[:n], slots[n:], grads[:n], grads[n:], filled, ctx.backend)
+        return dq, dk, dv, None, None, *whole
+
+
+def _slot_rows(depth, k, laid_out=False):
+    """Keys, then values, as contiguous [B, T, G, D]: of 2 L tensors shaped as k [B, G, T, D] or of two [L, B, G, T, D]. laid_out: they are
+    that already."""
+    shape = k.transpose(1, 2).shape if laid_out else k.shape
+    for x in depth:
+        if x.shape[-4:] != shape or x.dtype != k.dtype:
+            raise ValueError(f"a depth slot of shape {list(x.shape)} and {x.dtype} was given for keys [B, G, T, D] = {list(k.shape)} and {k.dtype}; "
+                             f"expected a slot or tensor of the same batch, heads, tokens and head_dim (or L tensors stacked), and of the same dtype")
+    if laid_out:
+        return depth
+    if depth and depth[0].ndim == 5:
+        return [row for x in depth for row in x.transpose(2, 3).contiguous()]
+    return [_rows(x) for x in depth]
+
+
+def _slot_buffers(grads, slots, stacked):
+    """(gradients as autograd wants them, those of each slot's key and then each value, whether a slot holds gradients of other readers)."""
+    n = len(slots) // 2
+    if grads is None and stacked:
+        whole = [slots[0].new_empty(n, *slots[0].shape) for _ in range(2)]
+        return [x.transpose(2, 3) for x in whole], [*whole[0], *whole[1]], [0] * n
+    if grads is None:
+        whole = [torch.empty_like(x) for x in slots]
+        return [x.transpose(1, 2) for x in whole], whole, [0] * n
+    filled = [int(pair[0] is not None) for pair in grads]
+    for pair, k, v in zip(grads, slots[:n], slots[n:], strict=True):
+        if pair[0] is None:
+            pair[:] = torch.empty_like(k), torch.empty_like(v)
+    return [None] * (2 * n), [pair[0] for pair in grads] + [pair[1] for pair in grads], filled
+
+
+def _training_layout(x):
+    """x [B, H, T, D] as a transposed view of contiguous [B, T, H, D] memory."""
+    return _rows(x).transpose(1, 2)
+
+
+def moda_attention(q, k, v, depth_k, depth_v=(), backend=""):
+    """Mixture-of-Depths Attention (arXiv 2603.15619): one softmax over the causal sequence and the token's own depth slots,
+
+        o_i = (sum_{j<=i} exp(s q_i.k_j) v_j + sum_l exp(s q_i.kd_il) vd_il) / Z_i,    s = 1 / sqrt(D).
+
+    q [B, H, T, D], k and v [B, G, S, D] whose last T positions are the queries'; D a multiple of 8. Depth: L slots from `publish` as depth_k, or
+    L keys and L values [B, G, T, D] (lists, or stacked tensors; those that are not in the training layout are copied). Returns [B, H, T, D].
+    backend: attention over the sequence, "flash_attn_4", "cudnn" or "flash" ("" chooses); bfloat16 and float16 only."""
+    (B, H, T, D), (_, G, S, _) = q.shape, k.shape
+    if D % 8 or H % G or S < T or k.shape != (B, G, S, D) or v.shape != k.shape or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q {list(q.shape)} {q.dtype}, k {list(k.shape)} {k.dtype} and v {list(v.shape)} {v.dtype} were given; expected q [B, H, T, D] "
+                         f"and k, v [B, G, S, D] of one dtype, with H a multiple of G, D a multiple of 8 and S not less than T")
+    depth, grads = _depth(depth_k, depth_v)
+    return _MoDA.apply(_training_layout(q), _dense(k), _dense(v), backend, grads, *depth)
+
+
+def _depth(depth_k, depth_v):
+    """(tensors, the slots' gradient buffers or None) of slots, of lists of tensors, or of two stacked tensors."""
+    if isinstance(depth_k, Tensor):
+        return (depth_k, depth_v) if len(depth_k) else (), None
+    if len(depth_k) and isinstance(depth_k[0], Slot):
+        return [s.k for s in depth_k] + [s.v for s in depth_k], [s.grads for s in depth_k]
+    if len(depth_k) != len(depth_v):
+        raise ValueError(f"{len(depth_k)} depth keys but {len(depth_v)} depth values were given; give one value for each key")
+    return [*depth_k, *depth_v], None
+
+
+def moda_depth(q, depth_k, depth_v):
+    """The depth slots' part alone: (o [B, H, T, D], log-sum-exp [B, H, T] in float32) of each token's queries over its own L > 0 slots.
+    Arguments as in `moda_attention`, but no slots from `publish`. No gradient."""
+    slots = _slot_rows(_depth(depth_k, depth_v)[0], depth_k[0])
+    n, q = len(slots) // 2, _dense(q)
+    o, lse = _heads_like(q, q.shape[1]), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    _launch_moda_forward(q, o, lse, slots[:n], slots[n:], False)
+    return o, lse
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Connectors that read many states [..., C] of the residual stream: a softmax over depth (AttnRes) and a weighted sum (DenseFormer)
+
+@dataclass
+class State:
+    """A state of the residual stream that later layers read, and the buffer into which those readers add their gradients, as in `Slot`."""
+    x: Tensor                                                   # [..., C], contiguous
+    grads: list = field(default_factory=lambda: [None])
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, grads):
+        ctx.grads = grads
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, own):
+        read = ctx.grads[0]
+        ctx.grads[0] = None
+        return own if read is None else read if own is None else read.add_(own), None
+
+
+def keep(x):
+    """(x, state) of a state [..., C] of the residual stream. The stream goes on with the x returned here; later readers take the state.
+    Backward: the gradient of x plus what the state's readers have added."""
+    grads = [None]
+    x = _Keep.apply(x.contiguous(), grads)
+    return x, State(x, grads)
+
+
+def _states(sources):
+    """(tensors, their gradient buffers or None) of States and tensors [..., C]."""
+    tensors = [s.x if isinstance(s, State) else s.contiguous() for s in sources]
+    if any(x.shape != tensors[0].shape or x.dtype != tensors[0].dtype for x in tensors):
+        raise ValueError(f"sources of {[(list(x.shape), str(x.dtype)) for x in tensors]} were given; expected states or tensors of one shape [..., C] and "
+                         f"one dtype")
+    return tensors, [s.grads if isinstance(s, State) else None for s in sources]
+
+
+def _state_buffers(grads, sources):
+    """(buffers for the gradients of the sources, whether each holds gradients of other readers, what autograd is to be given)."""
+    filled = [int(g is not None and g[0] is not None) for g in grads]
+    buffers = [g[0] if full else torch.empty_like(x) for g, full, x in zip(grads, filled, sources, strict=True)]
+    for g, buffer in zip(grads, buffers, strict=True):
+        if g is not None:
+            g[0] = buffer
+    return buffers, filled, [buffer if g is None else None for g, buffer in zip(grads, buffers, strict=True)]
+
+
+def _where_filled(grads, filled):
+    return [x.data_ptr() * f for x, f in zip(grads, filled, strict=True)]
+
+
+@triton.jit(do_not_specialize=["n_sources"])
+def _attnres_forward_kernel(table, n_sources, query, bias, out, lse, n_rows, eps, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                            STAGES: tl.constexpr, ALIGN: tl.constexpr):
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    cols = tl.arange(0, BLOCK)[None, :]
+    place, mask = rows[:, None] * C + cols, (rows < n_rows)[:, None] & (cols < C)
+    w = tl.load(query + cols, mask=cols < C, other=0.0).to(tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for i in tl.range(0, n_sources, num_stages=STAGES):
+        s = tl.load(_pointer(table, i, out, ALIGN) + place, mask=mask, other=0.0).to(tl.float32)
+        score = tl.sum(s * w, 1) * tl.rsqrt(tl.sum(s * s, 1) / C + eps)
+        if bias is not None:
+            score += tl.where(i == n_sources - 1, tl.load(bias).to(tl.float32), 0.0)
+        new_top = tl.maximum(top, score)
+        old, new = tl.exp(top - new_top), tl.exp(score - new_top)
+        total = total * old + new
+        acc = acc * old[:, None] + s * new[:, None]
+        top = new_top
+    tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + rows, top + tl.log(total), mask=rows < n_rows)
+
+
+@triton.jit(do_not_specialize=["n_sources"])
+def _attnres_backward_kernel(table, n_sources, query, bias, out, dout, lse, dw, dbias, n_rows, eps, C: tl.constexpr, BLOCK: tl.constexpr,
+                             ROWS: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr):
+    cols = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(query + cols, mask=cols < C, other=0.0).to(tl.float32)
+    dw_tile = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias_tile = tl.zeros([ROWS], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        place, mask = rows[:, None] * C + cols, (rows < n_rows)[:, None] & (cols < C)
+        g = tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
+        centre = tl.sum(g * tl.load(out + place, mask=mask, other=0.0).to(tl.float32), 1)
+        log_total = tl.load(lse + rows, mask=rows < n_rows, other=0.0)
+        for i in tl.range(0, n_sources, num_stages=STAGES):
+            s = tl.load(_pointer(table, 3 * i, out, ALIGN) + place, mask=mask, other=0.0).to(tl.float32)
+            ds = _pointer(table, 3 * i + 1, out, ALIGN) + place
+            filled = tl.where(tl.load(table + 3 * i + 2) != 0, n_rows, 0)       # what earlier readers left there; not read when there were none
+            before = tl.load(ds, mask=mask & (rows < filled)[:, None], other=0.0).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(s * s, 1) / C + eps)
+            score = tl.sum(s * w, 1) * rstd
+            last = tl.where(i == n_sources - 1, 1.0, 0.0)
+            a = tl.exp(score + last * tl.load(bias).to(tl.float32) - log_total) if bias is not None else tl.exp(score - log_total)
+            dscore = tl.where(rows < n_rows, a * (tl.sum(g * s, 1) - centre), 0.0)
+            along = dscore * score * rstd * rstd / C        # of d score / d s = rstd w - score rstd^2 / C s
+            scaled = (dscore * rstd)[:, None]
+            tl.store(ds, (before + a[:, None] * g + scaled * w - along[:, None] * s).to(out.dtype.element_ty), mask=mask)
+            dw_tile += scaled * s
+            dbias_tile += last * dscore
+    cols = tl.arange(0, BLOCK)
+    tl.store(dw + tl.program_id(0) * C + cols, tl.sum(dw_tile, 0), mask=cols < C)
+    if bias is not None:
+        tl.store(dbias + tl.program_id(0), tl.sum(dbias_tile, 0))
+
+
+def _attnres_shapes(x, name):
+    C, stages = x.shape[-1], SETTINGS[name][-1]
+    block = triton.next_power_of_2(C)
+    rows, warps = _tile(name, block)
+    return x.numel() // C, dict(C=C, BLOCK=block, ROWS=rows, STAGES=stages, num_warps=warps)
+
+
+@_operator()
+def _attnres_forward(sources: list[Tensor], query: Tensor, bias: Optional[Tensor], eps: float, launch: bool) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(sources[-1])
+    n_rows, shapes = _attnres_shapes(out, "attnres_forward")
+    lse = torch.empty(n_rows, device=out.device, dtype=torch.float32)
+    if launch:
+        table, align = _source_table(out.device, sources)
+        _attnres_forward_kernel[(triton.cdiv(n_rows, shapes["ROWS"]),)](table, len(sources), query, bias, out, lse, n_rows, eps, ALIGN=align, **shapes)
+    return out, lse
+
+
+@_operator("grads")
+def _attnres_backward(sources: list[Tensor], query: Tensor, bias: Optional[Tensor], eps: float, out: Tensor, lse: Tensor, dout: Tensor,
+                      grads: list[Tensor], filled: list[int], launch: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of query [C] and of the bias, in float32; the sources' are stored in grads, or added there where `filled`."""
+    n_rows, shapes = _attnres_shapes(out, "attnres_backward")
+    programs = min(triton.cdiv(n_rows, shapes["ROWS"]), _multiprocessors(out.device) * SETTINGS["attnres_backward"][2])
+    dw = torch.empty(programs, out.shape[-1], device=out.device, dtype=torch.float32)
+    dbias = torch.empty(programs if bias is not None else 0, device=out.device, dtype=torch.float32)
+    if launch:
+        table, align = _source_table(out.device, sources, grads, _where_filled(grads, filled))
+        _attnres_backward_kernel[(programs,)](table, len(sources), query, bias, out, dout.contiguous(), lse, dw, dbias, n_rows, eps, ALIGN=align, **shapes)
+    return dw.sum(0), dbias.sum()
+
+
+class _AttnRes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, bias, eps, grads, *sources):
+        out, lse = _attnres_forward(list(sources), query, bias, eps)
+        ctx.save_for_backward(query, bias, out, lse, *sources)
+        ctx.eps, ctx.grads = eps, grads
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        query, bias, out, lse, *sources = ctx.saved_tensors
+        buffers, filled, grads = _state_buffers(ctx.grads, sources)
+        dquery, dbias = _attnres_backward(sources, query, bias, ctx.eps, out, lse, dout, buffers, filled)
+        return dquery.to(query.dtype), None if bias is None else dbias.to(bias.dtype).view(bias.shape), None, None, *grads
+
+
+def attnres_mix(sources, query, eps, bias=None):
+    """Softmax over depth of n sources s_i [..., C] (arXiv 2603.15031): sum_i a_i s_i with a = softmax_i(<query, s_i> / sqrt(mean(s_i^2) + eps)), the
+    last score plus `bias` (a tensor of one element, or None). query [C]: the pseudo-query times the key norm's weight. Sources: tensors, or
+    states from `keep`. Returns [..., C]."""
+    tensors, grads = _states(sources)
+    return _AttnRes.apply(query, bias, eps, grads, *tensors)
+
+
+@triton.jit(do_not_specialize=["n_sources"])
+def _weighted_sum_forward_kernel(table, n_sources, weights, out, n_elements, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for i in tl.range(0, n_sources, num_stages=STAGES):
+        s = tl.load(_pointer(table, i, out, ALIGN) + place, mask=place < n_elements, other=0.0).to(tl.float32)
+        acc += tl.load(weights + i).to(tl.float32) * s
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=place < n_elements)
+
+
+@triton.jit(do_not_specialize=["n_sources"])
+def _weighted_sum_backward_kernel(table, n_sources, weights, dout, dweights, n_elements, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+                                  ALIGN: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < n_elements
+    g = tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.range(0, n_sources, num_stages=STAGES):
+        s = tl.load(_pointer(table, 3 * i, dout, ALIGN) + place, mask=mask, other=0.0).to(tl.float32)
+        ds = _pointer(table, 3 * i + 1, dout, ALIGN) + place
+        filled = tl.where(tl.load(table + 3 * i + 2) != 0, n_elements, 0)
+        before = tl.load(ds, mask=place < filled, other=0.0).to(tl.float32)
+        tl.store(ds, (before + tl.load(weights + i).to(tl.float32) * g).to(dout.dtype.element_ty), mask=mask)
+        tl.store(dweights + i * tl.num_programs(0) + tl.program_id(0), tl.sum(g * s, 0))
+
+
+@_operator()
+def _weighted_sum_forward(sources: list[Tensor], weights: Tensor, launch: bool) -> Tensor:
+    out = torch.empty_like(sources[-1])
+    if launch:
+        warps, elements, stages = SETTINGS["weighted_sum"]
+        block = warps * 32 * elements
+        table, align = _source_table(out.device, sources)
+        _weighted_sum_forward_kernel[(triton.cdiv(out.numel(), block),)](
+            table, len(sources), weights.contiguous(), out, out.numel(), block, stages, align, num_warps=warps)
+    return out
+
+
+@_operator("grads")
+def _weighted_sum_backward(sources: list[Tensor], weights: Tensor, dout: Tensor, grads: list[Tensor], filled: list[int], launch: bool) -> Tensor:
+    """Gradient of the weights [n] in float32; the sources' are stored in grads, or added there where `filled`."""
+    warps, elements, stages = SETTINGS["weighted_sum"]
+    block = warps * 32 * elements
+    programs = triton.cdiv(dout.numel(), block)
+    dweights = torch.empty(len(sources), programs, device=dout.device, dtype=torch.float32)
+    if launch:
+        table, align = _source_table(dout.device, sources, grads, _where_filled(grads, filled))
+        _weighted_sum_backward_kernel[(programs,)](
+            table, len(sources), weights.contiguous(), dout.contiguous(), dweights, dout.numel(), block, stages, align, num_warps=warps)
+    return dweights.sum(1)
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights, grads, *sources):
+        ctx.save_for_backward(weights, *sources)
+        ctx.grads = grads
+        return _weighted_sum_forward(list(sources), weights)
+
+    @staticmethod
+    def backward(ctx, dout):
+        weights, *sources = ctx.saved_tensors
+        buffers, filled, grads = _state_buffers(ctx.grads, sources)
+        dweights = _weighted_sum_backward(sources, weights, dout, buffers, filled)
+        return dweights.to(weights.dtype), None, *grads
+
+
+def weighted_sum(sources, weights):
+    """sum_i weights[i] s_i of n sources [..., C] and weights [n]: DenseFormer's depth-weighted average (arXiv 2402.02622). Sources: tensors, or
+    states from `keep`. Returns [..., C]."""
+    tensors, grads = _states(sources)
+    if weights.shape != (len(tensors),):
+        raise ValueError(f"{len(tensors)} sources and weights of shape {list(weights.shape)} were given; expected one weight for each source")
+    return _WeightedSum.apply(weights, grads, *tensors)
