@@ -102,7 +102,8 @@ def same_state(a, b):
 # several ranks
 
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(["train"])
+server.set_forkserver_preload(["train", "torch._dynamo", "torch.distributed.optim"])  # the last two are imported on first use, at a cost of seconds
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(train.__file__), *filter(None, [os.environ.get("PYTHONPATH")])])  # where the server finds it
 
 
 def _rank(rank, world_size, port, argv, before, output):
@@ -112,14 +113,15 @@ def _rank(rank, world_size, port, argv, before, output):
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     if before:
         before(rank)
-    train.main(argv)
+    if argv:
+        train.main(argv)
 
 
 @pytest.fixture
 def ranks(tmp_path):
     """
-    ranks(world_size, argv, before=None) runs train.main on that many processes, after before(rank) in each of them, and returns their exit codes
-    and what they printed. No process outlives it; one that does not end within `timeout` seconds is a failure.
+    ranks(world_size, argv, before=None) runs train.main(argv) on that many processes, after before(rank) in each of them (which may be all if argv is
+    None), and returns their exit codes and what they printed. One that does not end within `timeout` seconds is a failure; no process is left behind.
     """
     def call(world_size, argv, before=None, timeout=60):
         with socket.create_server(("127.0.0.1", 0)) as free:
