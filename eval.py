@@ -12,6 +12,7 @@ lengths share a batch, nothing that fills it up can be seen by a token that coun
 import contextlib
 import difflib
 import fnmatch
+import functools
 import json
 import math
 import os
@@ -52,6 +53,9 @@ save = ""  # JSON file to write the results to as well
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+FULL_PRECISION = contextlib.nullcontext()  # where the other functions take an autocast context
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # shards
 
@@ -62,7 +66,7 @@ def token_losses(model, x, y):
 
 
 @torch.no_grad()
-def evaluate(model, split, block_size, eval_tokens=0, batch_size=8, bytes_per_token=None, autocast=contextlib.nullcontext()):
+def evaluate(model, split, block_size, eval_tokens=0, batch_size=8, bytes_per_token=None, autocast=FULL_PRECISION):
     """
     Loss of a model in eval mode on fixed windows of a TokenSplit, the same windows as those of training's evaluations.
 
@@ -120,7 +124,7 @@ class Harness:
     before them, but an empty context is the end-of-text token.
     """
 
-    def __init__(self, model, tokenizer, batch_size=8, autocast=contextlib.nullcontext()):
+    def __init__(self, model, tokenizer, batch_size=8, autocast=FULL_PRECISION):
         super().__init__()
         self.model, self.codec, self.batch_size, self.autocast = model, tokenizer, batch_size, autocast
         self.max_length, self.where = model.config.block_size, model.cos.device
@@ -146,7 +150,8 @@ class Harness:
         for i, (_, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
                 raise ValueError(f"a continuation of {len(continuation)} tokens does not fit into the model's context of {self.max_length}.")
-            if continuation:
+            if continuation:  # lm-eval counts blanks at the end of a context to the continuation, which may leave no context
+                context = context or [self.eot_token_id]
                 members.setdefault(tuple((context + continuation)[-self.max_length - 1:-1]), []).append(i)
         for batch in self.batches(members, "log-likelihoods", disable_tqdm):
             x = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)  # filled up on the right, where causal attention does not look
@@ -187,8 +192,8 @@ class Harness:
             for i in group:
                 ids = self.tok_encode(requests[i].args[0]) or [self.eot_token_id]
                 prompts[i] = ids[-(self.max_length - max_new):]
-            for batch in self.batches(prompts, "generation", disable_tqdm, length=lambda i: len(prompts[i])):
-                finish = lambda ids: self.finish(ids, until)
+            finish = functools.partial(self.finish, until=until)
+            for batch in self.batches(prompts, "generation", disable_tqdm, length=lambda i, prompts=prompts: len(prompts[i])):
                 for i, ids in zip(batch, self.decode([prompts[i] for i in batch], max_new, sampling, finish)):
                     answers[i] = finish(ids)[0]
         return answers
@@ -318,7 +323,7 @@ def run(c):
     validate(c)
     device = configurator.find_device(c.device)
     wide = c.dtype == "float32" or not c.dtype and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0))
-    autocast = contextlib.nullcontext() if wide else torch.autocast(device.type, torch.bfloat16)
+    autocast = FULL_PRECISION if wide else torch.autocast(device.type, torch.bfloat16)
     order = {"k_norm_after_rope": c.k_norm_after_rope} if "k_norm_after_rope" in c.given else {}
     model, tokenizer, saved = open_model(c, device, **order)
     folder = c.data_dir or ("" if c.tasks or not saved else saved["config"]["data_dir"])

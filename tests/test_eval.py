@@ -14,6 +14,7 @@ from data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 from model import GPT, GPTConfig
 
 MODELS = [dict(), dict(depth="depth_attention", n_kv_head=2), dict(depth="moda", connector="mhc", mhc_sinkhorn_iters=2, n_loop=2), dict(connector="attnres")]
+BYTES = ByteTokenizer()
 TEXT = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. The five boxing wizards jump quickly. "
 
 
@@ -24,12 +25,12 @@ def make_model(block_size=48, **fields):
 
 
 def make_harness(model, batch_size=4):
-    return evaluation.Harness(model, ByteTokenizer(), batch_size)
+    return evaluation.Harness(model, BYTES, batch_size)
 
 
 def make_shards(folder, meta=True, n_bytes=None):
     """900 tokens of text in two val shards."""
-    ids = ByteTokenizer().encode(TEXT * 9)[:900]
+    ids = BYTES.encode(TEXT * 9)[:900]
     folder.mkdir()
     write_shard(folder / "val_0.bin", ids[:400])
     write_shard(folder / "val_1.bin", ids[400:])
@@ -38,7 +39,7 @@ def make_shards(folder, meta=True, n_bytes=None):
     return folder
 
 
-def make_run(folder, model, tokenizer=ByteTokenizer(), data_dir=""):
+def make_run(folder, model, tokenizer=BYTES, data_dir=""):
     """A checkpoint as train.py leaves it."""
     config = {**vars(model.config), "data_dir": str(data_dir)}
     data = {"vocab_size": model.config.vocab_size, "tokenizer": tokenizer.to_meta(), "bytes": None}
@@ -120,7 +121,7 @@ def one_at_a_time(model, context, continuation):
 
 @pytest.mark.parametrize("fields", MODELS)
 def test_loglikelihoods_do_not_depend_on_what_shares_the_batch(fields):
-    model, ids = make_model(**fields), ByteTokenizer().encode(TEXT)
+    model, ids = make_model(**fields), BYTES.encode(TEXT)
     greedy = model.generate(torch.tensor([ids[:9]]), 3, temperature=0)[0, 9:].tolist()
     pairs = [(ids[:5], ids[5:9]), (ids[:30], ids[30:31]), (ids[:30], ids[31:32]), (ids[:9], greedy), (ids[:60], ids[60:70]),
              (ids[:1], ids[1:49]), (ids[:7], ids[7:8])]
@@ -139,8 +140,14 @@ def test_requests_that_differ_in_their_last_token_share_a_forward_pass():
     assert calls == [(1, 3)]
 
 
-def test_empty_and_too_long_continuations():
-    harness = make_harness(make_model())
+def test_empty_contexts_and_empty_or_too_long_continuations():
+    model = make_model()
+    harness = make_harness(model)
+    after_end_of_text = one_at_a_time(model, [256], [5, 6])
+    assert harness._loglikelihood_tokens([(None, [], [5, 6])], disable_tqdm=True)[0] == pytest.approx(after_end_of_text)
+    harness.codec = CharTokenizer("abc")
+    with pytest.raises(ValueError, match="no end-of-text token to put before it"):
+        harness._loglikelihood_tokens([(None, [], [1, 2])], disable_tqdm=True)
     assert harness._loglikelihood_tokens([(None, [1, 2], [])], disable_tqdm=True) == [(0.0, True)]
     with pytest.raises(ValueError, match="a continuation of 49 tokens does not fit into the model's context of 48"):
         harness._loglikelihood_tokens([(None, [1], [2] * 49)], disable_tqdm=True)
@@ -148,7 +155,7 @@ def test_empty_and_too_long_continuations():
 
 @pytest.mark.parametrize("fields", MODELS)
 def test_generation_in_a_batch_of_several_lengths_is_that_of_each_prompt_alone(fields):
-    model, codec = make_model(**fields, block_size=20), ByteTokenizer()
+    model, codec = make_model(**fields, block_size=20), BYTES
     prompts = [TEXT[:n] for n in (6, 1, 4, 4, 11)] + [TEXT]  # the last one is cut on the left, so that 7 new tokens fit
     wanted = []
     for prompt in prompts:
@@ -221,7 +228,7 @@ def test_mistakes_end_in_a_sentence(tmp_path, monkeypatch):
 
 def test_shards_without_bytes_and_a_hugging_face_folder(tmp_path, capsys):
     hf = pytest.importorskip("hf")
-    hf.export(make_model(), tmp_path / "hf", ByteTokenizer())
+    hf.export(make_model(), tmp_path / "hf", BYTES)
     data = make_shards(tmp_path / "data", meta=False)
     evaluation.main([f"--init_from={tmp_path / 'hf'}", f"--data_dir={data}", "--device=cpu", "--block_size=32", f"--save={tmp_path / 'result.json'}"])
     result = json.loads((tmp_path / "result.json").read_text())["shards"]
@@ -275,7 +282,7 @@ def test_tasks_through_lm_eval(tmp_path, monkeypatch, capsys):
     results = json.loads((tmp_path / "result.json").read_text())["tasks"]["results"]
     right = 0
     for doc in json.loads((tasks / "choice.json").read_text())[:6]:
-        encode = ByteTokenizer().encode
+        encode = BYTES.encode
         scores = [one_at_a_time(model, encode(doc["question"]), encode(" " + choice))[0] for choice in doc["choices"]]
         right += max(range(4), key=scores.__getitem__) == doc["answer"]
     assert results["choice"]["acc,none"] == pytest.approx(right / 6) and 0 <= results["generation"]["exact_match,none"] <= 1
@@ -305,7 +312,7 @@ def test_lm_eval_gives_the_numbers_of_hugging_faces_adapter(tmp_path, monkeypatc
     tasks = make_tasks(tmp_path / "tasks")
     a, b = (lm_eval.simple_evaluate(model=lm, tasks=["choice", "rolling", "generation"], bootstrap_iters=0, num_fewshot=0,
                                     task_manager=TaskManager(include_path=str(tasks), include_defaults=False)) for lm in (ours, theirs))
-    for task, metrics in a["results"].items():
+    for task in a["results"]:
         numbers = [{name: value for name, value in result["results"][task].items() if isinstance(value, float)} for result in (a, b)]
         assert len(numbers[0]) >= 1 and numbers[0] == pytest.approx(numbers[1], rel=1e-5)
         answers = [[sample["resps"] for sample in sorted(result["samples"][task], key=lambda sample: sample["doc_id"])] for result in (a, b)]
