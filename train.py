@@ -292,7 +292,10 @@ def build_model(c, ranks, resumed):
     if resumed or c.init_from == "scratch":
         model = GPT(GPTConfig(**{name: getattr(c, name) for name in MODEL_FIELDS}))
     else:
-        model = GPT.from_pretrained(c.init_from, **{name: getattr(c, name) for name in c.given & set(MODEL_FIELDS)})
+        given = {name: getattr(c, name) for name in {"block_size", *c.given} & set(MODEL_FIELDS)}
+        model = GPT.from_pretrained(c.init_from, **given)
+        if model.config.vocab_size < c.vocab_size:
+            raise ValueError(f"{c.init_from} has a vocabulary of {model.config.vocab_size}, but the data's is {c.vocab_size}: prepare the data with the model's own tokenizer.")
     if resumed:
         checkpoint.load_weights(model, resumed["model"], f"{c.out_dir}/ckpt_last.pt")
     vars(c).update(dataclasses.asdict(model.config))

@@ -13,9 +13,10 @@ from conftest import evaluations, log_lines, losses, same_state, tiny_run
 
 import checkpoint
 import configurator
+import hf
 import train
 from data import shards
-from model import GPT
+from model import GPT, GPTConfig
 
 
 def options(*argv):
@@ -156,6 +157,21 @@ def test_case_25_nothing_to_resume(tiny, tmp_path, refused):
     train.main([*tiny, "--init_from=auto"])  # which starts from scratch here, and resumes the second time
     train.main([*tiny, "--init_from=auto", "--max_iters=7"])
     assert sorted(losses(tmp_path / "out")) == list(range(1, 8))
+
+
+def test_a_hugging_face_folder_is_trained_further(tiny, tmp_path, corpus, refused):
+    torch.manual_seed(5)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=64, vocab_size=12))
+    hf.export(model, tmp_path / "folder")
+    train.main([*tiny[3:], f"--init_from={tmp_path / 'folder'}"])
+    out, split, stop = tmp_path / "out", shards.open_split(corpus, "val"), types.SimpleNamespace(caught="")
+    c = options("--block_size=16", "--device=cpu")
+    assert evaluations(out)[0] == pytest.approx(train.evaluate(model, split, c, train.Ranks(c), torch.no_grad(), stop), abs=1e-6) and evaluations(out)[6] < evaluations(out)[0]
+    config = checkpoint.load(out / "ckpt_last.pt")["config"]
+    assert (config["n_layer"], config["vocab_size"], config["block_size"]) == (1, 12, 16)
+    hf.export(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=64, vocab_size=9)), tmp_path / "small")
+    message = refused(train.main, [*tiny[3:], f"--init_from={tmp_path / 'small'}"])
+    assert "9" in message and "10" in message
 
 
 def test_a_new_run_moves_an_old_one_aside(tiny, tmp_path):
