@@ -20,17 +20,17 @@ from torch import Tensor
 # Launch settings: (warps a program, elements a thread holds of one tile[, programs a multiprocessor in kernels that loop over tiles]).
 # 8 elements of bfloat16 are one 16-byte access. bench.py sweeps these; the values are the best on an H200.
 SETTINGS = {
-    "rms_norm_forward": (4, 16),
-    "rms_norm_backward": (4, 16, 4),
+    "rms_norm_forward": (2, 16),
+    "rms_norm_backward": (2, 16, 8),
     "swiglu": (4, 8),
-    "heads_forward": (4, 8),
-    "heads_backward": (4, 8, 8),
-    "cross_entropy": (16, 16),
-    "moda_forward": (4, 1, 16, 1, None),
-    "moda_backward": (4, 1, 16, 1, 128),
-    "attnres_forward": (4, 16, 1),
-    "attnres_backward": (4, 16, 4, 1),
-    "weighted_sum": (4, 16, 1),
+    "heads_forward": (1, 8),
+    "heads_backward": (1, 4, 16),
+    "cross_entropy": (32, 8),
+    "moda_forward": (2, 1, 16, 2, None),
+    "moda_backward": (2, 1, 16, 2, 168),
+    "attnres_forward": (1, 32, 3),
+    "attnres_backward": (1, 32, 8, 3),
+    "weighted_sum": (8, 8, 1),
 }
 
 
@@ -55,6 +55,15 @@ def _operator(*mutates):
 @functools.lru_cache
 def _multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _ceil_div(a, b):
+    return -(-a // b)
+
+
+def _power_of_2(n):
+    """The smallest that is not less than n."""
+    return 1 << (n - 1).bit_length()
 
 
 def _tile(name, width):
@@ -123,9 +132,9 @@ def _rms_norm_forward(x: Tensor, u: Optional[Tensor], weight: Tensor, eps: float
     s = x.new_empty(0 if u is None else x.shape)
     y = x.new_empty(x.shape)
     if launch:
-        block = triton.next_power_of_2(C)
+        block = _power_of_2(C)
         rows, warps = _tile("rms_norm_forward", block)
-        _rms_norm_forward_kernel[(triton.cdiv(x2.shape[0], rows),)](
+        _rms_norm_forward_kernel[(_ceil_div(x2.shape[0], rows),)](
             x2, u2, weight, s, y, x2.shape[0], x2.stride(0), 0 if u is None else u2.stride(0), eps, C, block, rows, num_warps=warps)
     return s, y
 
@@ -133,9 +142,9 @@ def _rms_norm_forward(x: Tensor, u: Optional[Tensor], weight: Tensor, eps: float
 @_operator()
 def _rms_norm_backward(s: Tensor, ds: Optional[Tensor], dy: Tensor, weight: Tensor, eps: float, launch: bool) -> tuple[Tensor, Tensor]:
     s2, ds2, dy2, C = _matrix(s), None if ds is None else _matrix(ds), _matrix(dy), s.shape[-1]
-    block = triton.next_power_of_2(C)
+    block = _power_of_2(C)
     rows, warps = _tile("rms_norm_backward", block)
-    programs = min(triton.cdiv(s2.shape[0], rows), _multiprocessors(s.device) * SETTINGS["rms_norm_backward"][2])
+    programs = min(_ceil_div(s2.shape[0], rows), _multiprocessors(s.device) * SETTINGS["rms_norm_backward"][2])
     dx = s.new_empty(s.shape)
     dw = torch.empty(programs, C, device=s.device, dtype=torch.float32)
     if launch:
@@ -204,7 +213,7 @@ def _swiglu_forward(gate_up: Tensor, launch: bool) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], inner)
     if launch:
         warps, elements = SETTINGS["swiglu"]
-        blocks = triton.cdiv(inner, warps * 32 * elements)
+        blocks = _ceil_div(inner, warps * 32 * elements)
         _swiglu_forward_kernel[(out.numel() // inner * blocks,)](gate_up.contiguous(), out, inner, warps * 32 * elements, blocks, num_warps=warps)
     return out
 
@@ -215,7 +224,7 @@ def _swiglu_backward(gate_up: Tensor, dout: Tensor, launch: bool) -> Tensor:
     grad = gate_up.new_empty(gate_up.shape)
     if launch:
         warps, elements = SETTINGS["swiglu"]
-        blocks = triton.cdiv(inner, warps * 32 * elements)
+        blocks = _ceil_div(inner, warps * 32 * elements)
         _swiglu_backward_kernel[(dout.numel() // inner * blocks,)](
             gate_up.contiguous(), dout.contiguous(), grad, inner, warps * 32 * elements, blocks, num_warps=warps)
     return grad
@@ -240,8 +249,9 @@ def swiglu(gate_up):
 # ---------------------------------------------------------------------------------------------------------------------------------------
 # Queries, keys and values of attention: head RMSNorm, RoPE and the Depth-Attention mix (arXiv 2606.05014) in one pass
 #
-# A program works on ROWS (token, KV head) pairs, neighbours in memory, each with its GROUP query heads. A head vector is kept as its two
-# halves, because RoPE turns dimension i together with dimension i + D/2; a [ROWS, D/2] half is one tile.
+# A program works on ROWS (token, KV head) pairs, neighbours in memory, each with its GROUP query heads (MEMBERS: GROUP as a power of 2).
+# A head vector is kept as its two halves, because RoPE turns dimension i together with dimension i + D/2: tiles are [ROWS, D/2] for keys
+# and values, [ROWS, MEMBERS, D/2] for queries.
 # Sources come as a device table of addresses, so one compiled kernel serves any number of them, wherever they lie.
 
 @triton.jit
@@ -261,11 +271,6 @@ def _pointer(table, index, like, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _at(strides, batch, head, t):
-    return (batch * strides[0] + head * strides[1] + t * strides[2])[:, None]
-
-
-@triton.jit
 def _angles(cos, sin, offsets, mask):
     return tl.load(cos + offsets, mask=mask, other=0.0).to(tl.float32), tl.load(sin + offsets, mask=mask, other=0.0).to(tl.float32)
 
@@ -276,12 +281,17 @@ def _rotate(a, b, cos, sin):
 
 
 @triton.jit
+def _rstd(a, b, D: tl.constexpr, eps):
+    return tl.rsqrt(tl.sum(a * a + b * b, -1, keep_dims=True) / D + eps)
+
+
+@triton.jit
 def _finish(a, b, wa, wb, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, NORM_LAST: tl.constexpr):
     """RMSNorm and RoPE of head vectors, in either order."""
     if ROPE and NORM_LAST:
         a, b = _rotate(a, b, cos, sin)
     if NORM:
-        rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
+        rstd = _rstd(a, b, D, eps)
         a, b = a * rstd * wa, b * rstd * wb
     if ROPE and not NORM_LAST:
         a, b = _rotate(a, b, cos, sin)
@@ -297,21 +307,31 @@ def _finish_backward(a, b, da, db, wa, wb, cos, sin, eps, D: tl.constexpr, NORM:
     if ROPE and not NORM_LAST:
         da, db = _rotate(da, db, cos, -sin)
     if NORM:
-        rstd = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
+        rstd = _rstd(a, b, D, eps)
         a, b = a * rstd, b * rstd
         dwa, dwb = da * a, db * b
         da, db = da * wa, db * wb
-        along = (tl.sum(da * a + db * b, 1) / D)[:, None]
+        along = tl.sum(da * a + db * b, -1, keep_dims=True) / D
         da, db = rstd * (da - a * along), rstd * (db - b * along)
     if ROPE and NORM_LAST:
         da, db = _rotate(da, db, cos, -sin)
     return da, db, dwa, dwb
 
 
+@triton.jit
+def _kv_at(strides, batch, group, t, cols):
+    return (batch * strides[0] + group * strides[1] + t * strides[2])[:, None] + cols
+
+
+@triton.jit
+def _q_at(strides, batch, heads, t, cols):
+    return (batch * strides[0] + heads * strides[1] + t[:, None] * strides[2])[:, :, None] + cols[None, :, :]
+
+
 @triton.jit(do_not_specialize=["n_sources"])
 def _heads_forward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_weight, cos, sin, q_out, k_out, mixed, lse, table, n_sources,
-                          T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                          K_NORM_LAST: tl.constexpr, ALIGN: tl.constexpr):
+                          T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+                          ROWS: tl.constexpr, K_NORM_LAST: tl.constexpr, ALIGN: tl.constexpr):
     ROPE: tl.constexpr = cos is not None
     Q_NORM: tl.constexpr = q_weight is not None
     K_NORM: tl.constexpr = k_weight is not None
@@ -319,36 +339,32 @@ def _heads_forward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_
     batch = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, group = (rows // G).to(tl.int64), rows % G
+    member = tl.arange(0, MEMBERS)
+    heads = group[:, None] * GROUP + member[None, :]
     cols = tl.arange(0, BLOCK)[None, :]
-    mask = (rows < T * G)[:, None] & (cols < HALF)
+    here = rows < T * G
+    mask = here[:, None] & (cols < HALF)
+    q_mask = (here[:, None] & (member < GROUP)[None, :])[:, :, None] & (cols < HALF)[None, :, :]
     place = batch * T * G + rows                    # of the pair in contiguous [B, T, G] memory
-    c, s, qwa, qwb, kwa, kwb = 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
+    row = (place * D)[:, None] + cols
+    # all loads before the first store: a store could change what a later load reads, so no load moves over one
+    qa, qb = _read(q, _q_at(q_strides, batch, heads, t, cols), q_mask, HALF)
+    ka, kb = _read(k, _kv_at(k_strides, batch, group, t, cols), mask, HALF)
+    if table is not None:
+        ma, mb = _read(v, _kv_at(v_strides, batch, group, t, cols), mask, HALF)
+    c, s, c3, s3, qwa, qwb, kwa, kwb = 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
     if ROPE:
         c, s = _angles(cos, sin, t[:, None] * HALF + cols, mask)
+        c3, s3 = c[:, None, :], s[:, None, :]
     if Q_NORM:
-        qwa, qwb = _read(q_weight, cols, cols < HALF, HALF)
+        qwa, qwb = _read(q_weight, cols[None, :, :], (cols < HALF)[None, :, :], HALF)
     if K_NORM:
         kwa, kwb = _read(k_weight, cols, cols < HALF, HALF)
-
-    mean_a = tl.zeros([ROWS, BLOCK], tl.float32)
-    mean_b = tl.zeros([ROWS, BLOCK], tl.float32)
-    for i in tl.static_range(GROUP):
-        a, b = _read(q, _at(q_strides, batch, group * GROUP + i, t) + cols, mask, HALF)
-        a, b = _finish(a, b, qwa, qwb, c, s, eps, D, Q_NORM, ROPE, False)
-        if ROPE:
-            _write(q_out, ((place * GROUP + i) * D)[:, None] + cols, a, b, mask, HALF)
-        mean_a += a
-        mean_b += b
-    ka, kb = _read(k, _at(k_strides, batch, group, t) + cols, mask, HALF)
+    qa, qb = _finish(qa, qb, qwa, qwb, c3, s3, eps, D, Q_NORM, ROPE, False)
     ka, kb = _finish(ka, kb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
-    row = (place * D)[:, None] + cols               # of a KV head vector in contiguous [B, T, G, D] memory
-    if ROPE:
-        _write(k_out, row, ka, kb, mask, HALF)
-
-    if table is not None:   # online softmax over depth. The layer's own entry comes first, so the running maximum is always a real score
-        mean_a *= scale / GROUP
-        mean_b *= scale / GROUP
-        ma, mb = _read(v, _at(v_strides, batch, group, t) + cols, mask, HALF)
+    if table is not None:
+        # online softmax over depth; the layer's own entry comes first, so the running maximum is always a real score
+        mean_a, mean_b = tl.sum(qa, 1) * (scale / GROUP), tl.sum(qb, 1) * (scale / GROUP)
         top = tl.sum(mean_a * ka + mean_b * kb, 1)
         total = tl.full([ROWS], 1.0, tl.float32)
         for first in range(0, n_sources, 2):
@@ -364,12 +380,15 @@ def _heads_forward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_
                 ma, mb = ma * old[:, None] + ua * new[:, None], mb * old[:, None] + ub * new[:, None]
                 top = new_top
         _write(mixed, row, ma / total[:, None], mb / total[:, None], mask, HALF)
-        tl.store(lse + place, top + tl.log(total), mask=rows < T * G)
+        tl.store(lse + place, top + tl.log(total), mask=here)
+    if ROPE:
+        _write(q_out, ((place[:, None] * GROUP + member[None, :]) * D)[:, :, None] + cols[None, :, :], qa, qb, q_mask, HALF)
+        _write(k_out, row, ka, kb, mask, HALF)
 
 
 @triton.jit(do_not_specialize=["n_sources"])
 def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_weight, cos, sin, dq, dk, dv, dq_strides, dk_strides, dv_strides,
-                           mixed, lse, grad, dw, table, n_sources, n_tiles, T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr,
+                           mixed, lse, grad, dw, table, n_sources, n_tiles, T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr,
                            D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, K_NORM_LAST: tl.constexpr, ALIGN: tl.constexpr):
     ROPE: tl.constexpr = cos is not None
     Q_NORM: tl.constexpr = q_weight is not None
@@ -377,9 +396,10 @@ def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k
     MIX: tl.constexpr = table is not None
     HALF: tl.constexpr = D // 2
     cols = tl.arange(0, BLOCK)[None, :]
+    member = tl.arange(0, MEMBERS)
     qwa, qwb, kwa, kwb = 1.0, 1.0, 1.0, 1.0
     if Q_NORM:
-        qwa, qwb = _read(q_weight, cols, cols < HALF, HALF)
+        qwa, qwb = _read(q_weight, cols[None, :, :], (cols < HALF)[None, :, :], HALF)
     if K_NORM:
         kwa, kwb = _read(k_weight, cols, cols < HALF, HALF)
     dqwa = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -391,34 +411,33 @@ def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k
         batch = (tile // tiles_a_batch).to(tl.int64)
         rows = tile % tiles_a_batch * ROWS + tl.arange(0, ROWS)
         t, group = (rows // G).to(tl.int64), rows % G
-        mask = (rows < T * G)[:, None] & (cols < HALF)
+        heads = group[:, None] * GROUP + member[None, :]
+        here = rows < T * G
+        mask = here[:, None] & (cols < HALF)
+        q_mask = (here[:, None] & (member < GROUP)[None, :])[:, :, None] & (cols < HALF)[None, :, :]
         place = batch * T * G + rows
         row = (place * D)[:, None] + cols
-        token = ((batch * T + t) * ((GROUP + 2) * G * D))[:, None] + cols   # of a token in grad [B, T, (H + 2G) * D]
+        token = (batch * T + t) * ((GROUP + 2) * G * D)
+        # all loads before the first store, as in the forward kernel
+        qa, qb = _read(q, _q_at(q_strides, batch, heads, t, cols), q_mask, HALF)
+        ka, kb = _read(k, _kv_at(k_strides, batch, group, t, cols), mask, HALF)
+        dva, dvb = _read(dv, _kv_at(dv_strides, batch, group, t, cols), mask, HALF)
+        c, s, c3, s3 = 1.0, 0.0, 1.0, 0.0
         if ROPE:
+            dqa, dqb = _read(dq, _q_at(dq_strides, batch, heads, t, cols), q_mask, HALF)
+            dka, dkb = _read(dk, _kv_at(dk_strides, batch, group, t, cols), mask, HALF)
             c, s = _angles(cos, sin, t[:, None] * HALF + cols, mask)
+            c3, s3 = c[:, None, :], s[:, None, :]
         else:
-            c, s = 1.0, 0.0
-        ka, kb = _read(k, _at(k_strides, batch, group, t) + cols, mask, HALF)
-        dva, dvb = _read(dv, _at(dv_strides, batch, group, t) + cols, mask, HALF)
-        if ROPE:
-            dka, dkb = _read(dk, _at(dk_strides, batch, group, t) + cols, mask, HALF)
-        else:
+            dqa, dqb = tl.zeros([ROWS, MEMBERS, BLOCK], tl.float32), tl.zeros([ROWS, MEMBERS, BLOCK], tl.float32)
             dka, dkb = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
-
         if MIX:
-            mean_a = tl.zeros([ROWS, BLOCK], tl.float32)
-            mean_b = tl.zeros([ROWS, BLOCK], tl.float32)
-            for i in tl.static_range(GROUP):        # weight and rotation are the same for all heads: applied to the mean, once
-                a, b = _read(q, _at(q_strides, batch, group * GROUP + i, t) + cols, mask, HALF)
-                a, b = _finish(a, b, 1.0, 1.0, c, s, eps, D, Q_NORM, False, False)
-                mean_a += a
-                mean_b += b
-            mean_a, mean_b = _finish(mean_a * (qwa / GROUP), mean_b * (qwb / GROUP), 1.0, 1.0, c, s, eps, D, False, ROPE, False)
-            fa, fb = _finish(ka, kb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
-            va, vb = _read(v, _at(v_strides, batch, group, t) + cols, mask, HALF)
+            va, vb = _read(v, _kv_at(v_strides, batch, group, t, cols), mask, HALF)
             ma, mb = _read(mixed, row, mask, HALF)
-            log_total = tl.load(lse + place, mask=rows < T * G, other=0.0)
+            log_total = tl.load(lse + place, mask=here, other=0.0)
+            na, nb = _finish(qa, qb, qwa, qwb, c3, s3, eps, D, Q_NORM, ROPE, False)
+            mean_a, mean_b = tl.sum(na, 1) / GROUP, tl.sum(nb, 1) / GROUP
+            fa, fb = _finish(ka, kb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
             centre = tl.sum(dva * ma + dvb * mb, 1)     # sum_j alpha_j <dv, m_j>, the softmax backward's mean
             alpha = tl.exp(tl.sum(mean_a * fa + mean_b * fb, 1) * scale - log_total)
             own = alpha[:, None]
@@ -438,22 +457,14 @@ def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k
                 _write(grad_k, row, gka + ds * mean_a, gkb + ds * mean_b, mask, HALF)
                 _write(grad_v, row, gva + alpha[:, None] * dva, gvb + alpha[:, None] * dvb, mask, HALF)
             dva, dvb = dva * own, dvb * own
-
-        _write(grad, token + ((GROUP + 1) * G + group)[:, None] * D, dva, dvb, mask, HALF)
+            dqa, dqb = dqa + (dmean_a / GROUP)[:, None, :], dqb + (dmean_b / GROUP)[:, None, :]
+        dqa, dqb, dwa, dwb = _finish_backward(qa, qb, dqa, dqb, qwa, qwb, c3, s3, eps, D, Q_NORM, ROPE, False)
+        dqwa, dqwb = dqwa + tl.sum(dwa, 1), dqwb + tl.sum(dwb, 1)
         dka, dkb, dwa, dwb = _finish_backward(ka, kb, dka, dkb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
-        _write(grad, token + (GROUP * G + group)[:, None] * D, dka, dkb, mask, HALF)
         dkwa, dkwb = dkwa + dwa, dkwb + dwb
-        for i in tl.static_range(GROUP):
-            a, b = _read(q, _at(q_strides, batch, group * GROUP + i, t) + cols, mask, HALF)
-            if ROPE:
-                da, db = _read(dq, _at(dq_strides, batch, group * GROUP + i, t) + cols, mask, HALF)
-                if MIX:
-                    da, db = da + dmean_a / GROUP, db + dmean_b / GROUP
-            else:
-                da, db = dmean_a / GROUP, dmean_b / GROUP
-            da, db, dwa, dwb = _finish_backward(a, b, da, db, qwa, qwb, c, s, eps, D, Q_NORM, ROPE, False)
-            _write(grad, token + (group * GROUP + i)[:, None] * D, da, db, mask, HALF)
-            dqwa, dqwb = dqwa + dwa, dqwb + dwb
+        _write(grad, (token[:, None] + heads * D)[:, :, None] + cols[None, :, :], dqa, dqb, q_mask, HALF)
+        _write(grad, (token + (GROUP * G + group) * D)[:, None] + cols, dka, dkb, mask, HALF)
+        _write(grad, (token + ((GROUP + 1) * G + group) * D)[:, None] + cols, dva, dvb, mask, HALF)
     if Q_NORM or K_NORM:
         cols = tl.arange(0, BLOCK)
         dw += tl.program_id(0) * (2 * D)
@@ -480,10 +491,9 @@ def _source_table(device, *columns):
 
 def _heads_shapes(q, k, name):
     (B, H, T, D), G = q.shape, k.shape[1]
-    block = triton.next_power_of_2(D // 2)
+    block = _power_of_2(D // 2)
     rows, warps = _tile(name, block)
-    rows = min(rows, triton.next_power_of_2(T * G))
-    return B, H, T, D, G, triton.cdiv(T * G, rows), dict(G=G, GROUP=H // G, D=D, BLOCK=block, ROWS=rows, num_warps=warps)
+    return B, H, T, D, G, _ceil_div(T * G, rows), dict(G=G, GROUP=H // G, MEMBERS=_power_of_2(H // G), D=D, BLOCK=block, ROWS=rows, num_warps=warps)
 
 
 @_operator()
@@ -640,8 +650,8 @@ class _DepthMix(torch.autograd.Function):
 
 def _split_heads(qkv, n_head, n_kv_head):
     """[B, T, (H + 2G) D] -> views q [B, H, T, D], k and v [B, G, T, D]."""
-    heads = qkv.unflatten(-1, (n_head + 2 * n_kv_head, -1)).transpose(1, 2)
-    return heads.split([n_head, n_kv_head, n_kv_head], dim=1)
+    heads = qkv.view(*qkv.shape[:2], n_head + 2 * n_kv_head, -1).transpose(1, 2)
+    return heads.split_with_sizes([n_head, n_kv_head, n_kv_head], dim=1)
 
 
 def attention_inputs(qkv, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps, k_norm_after_rope=False, source_k=(), source_v=()):
@@ -952,8 +962,7 @@ def _moda_forward_kernel(q, q_strides, o, o_strides, lse, lse_strides, table, n_
 @triton.jit(do_not_specialize=["n_slots"])
 def _moda_backward_kernel(q, q_strides, o, o_strides, do, do_strides, lse, lse_strides, dq, dq_strides, table, n_slots, n_rows, T, scale,
                           G: tl.constexpr, GROUP: tl.constexpr, GROUP_: tl.constexpr, D: tl.constexpr, D_: tl.constexpr, ROWS: tl.constexpr,
-                          SLOTS: tl.constexpr, STAGES: tl.constexpr, JOINT: tl.constexpr, FILLED: tl.constexpr, SLOT_MAJOR: tl.constexpr,
-                          ALIGN: tl.constexpr):
+                          SLOTS: tl.constexpr, STAGES: tl.constexpr, JOINT: tl.constexpr, FILLED: tl.constexpr, ALIGN: tl.constexpr):
     row, valid, batch, t, head, head_valid, cols = _rows_and_heads(n_rows, T, G, GROUP, GROUP_, D, D_, ROWS)
     mask = head_valid[:, :, None] & (cols < D)
     query = tl.load(q + _vectors(q_strides, batch, head, t, cols), mask=mask, other=0.0)
@@ -969,22 +978,13 @@ def _moda_backward_kernel(q, q_strides, o, o_strides, do, do_strides, lse, lse_s
         kv_mask = (valid & live[None, :])[:, :, None] & (cols < D)
         k = tl.load(_slots(table, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN), mask=kv_mask, other=0.0)
         v = tl.load(_slots(table + 1, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN), mask=kv_mask, other=0.0)
-        if SLOT_MAJOR:      # scores [slot, query head]: dk and dv need no transposed probabilities, dq does
-            score = tl.dot(k, tl.permute(query, (0, 2, 1)), input_precision="ieee") * (scale * LOG2E)
-            p = tl.where(live[None, :, None], tl.exp2(score - log_total[:, None, :]), 0.0)
-            dp = tl.dot(v, tl.permute(grad, (0, 2, 1)), input_precision="ieee")
-            ds = (p * (dp - centre[:, None, :]) * scale).to(query.dtype)
-            dv = tl.dot(p.to(query.dtype), grad, input_precision="ieee")
-            dk = tl.dot(ds, query, input_precision="ieee")
-            acc = tl.dot(tl.permute(ds, (0, 2, 1)), k, acc, input_precision="ieee")
-        else:               # scores [query head, slot]: the other way round
-            score = tl.dot(query, tl.permute(k, (0, 2, 1)), input_precision="ieee") * (scale * LOG2E)
-            p = tl.where(live[None, None, :], tl.exp2(score - log_total[:, :, None]), 0.0)
-            dp = tl.dot(grad, tl.permute(v, (0, 2, 1)), input_precision="ieee")
-            ds = (p * (dp - centre[:, :, None]) * scale).to(query.dtype)
-            dv = tl.dot(tl.permute(p.to(query.dtype), (0, 2, 1)), grad, input_precision="ieee")
-            dk = tl.dot(tl.permute(ds, (0, 2, 1)), query, input_precision="ieee")
-            acc = tl.dot(ds, k, acc, input_precision="ieee")
+        score = tl.dot(query, tl.permute(k, (0, 2, 1)), input_precision="ieee") * (scale * LOG2E)
+        p = tl.where(live[None, None, :], tl.exp2(score - log_total[:, :, None]), 0.0)
+        dp = tl.dot(grad, tl.permute(v, (0, 2, 1)), input_precision="ieee")
+        ds = (p * (dp - centre[:, :, None]) * scale).to(query.dtype)
+        dv = tl.dot(tl.permute(p.to(query.dtype), (0, 2, 1)), grad, input_precision="ieee")
+        dk = tl.dot(tl.permute(ds, (0, 2, 1)), query, input_precision="ieee")
+        acc = tl.dot(ds, k, acc, input_precision="ieee")
         dk_pointer = _slots(table + 2, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN)
         dv_pointer = _slots(table + 3, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN)
         if FILLED:          # some slots hold gradients of later layers already
@@ -1020,10 +1020,7 @@ def _launch_moda_backward(q, o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, fil
     grid, n_rows, T, scale, shapes = _moda_shapes(q, slot_k[0].transpose(1, 2), "moda_backward")
     table, align = _source_table(q.device, slot_k, slot_v, grad_k, grad_v, filled)
     _moda_backward_kernel[grid](q, q.stride()[:3], o, o.stride()[:3], do, do.stride()[:3], lse, lse.stride()[:2], dq, dq.stride()[:3], table,
-                                len(slot_k), n_rows, T, scale, JOINT=joint, FILLED=any(filled), SLOT_MAJOR=SLOT_MAJOR, ALIGN=align, **shapes)
-
-
-SLOT_MAJOR = True       # orientation of the backward kernel's scores; bench.py compares the two
+                                len(slot_k), n_rows, T, scale, JOINT=joint, FILLED=any(filled), ALIGN=align, **shapes)
 
 
 # Attention over the sequence with its log-sum-exp, and the backward pass as a function of output and log-sum-exp. Given those of the JOINT

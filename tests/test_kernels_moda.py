@@ -96,13 +96,12 @@ def test_moda_forward_and_backward(B, T, G, group, D, L, layout):
         assert error(grad, grad64) < 2e-6 or grad64.norm() < 1e-12 and grad.norm() < 1e-5
 
 
-@pytest.mark.parametrize("slot_major, slots, rows_a_warp, stages", [(True, 16, 2, 1), (False, 16, 1, 2), (False, 32, 1, 1)])
-def test_moda_is_the_same_with_any_tiling(monkeypatch, slot_major, slots, rows_a_warp, stages):
+@pytest.mark.parametrize("slots, rows_a_warp, stages", [(16, 2, 1), (16, 1, 2), (32, 1, 1)])
+def test_moda_is_the_same_with_any_tiling(monkeypatch, slots, rows_a_warp, stages):
     torch.manual_seed(1)
     T, G, D, L = 3, 2, 32, 18
     monkeypatch.setitem(kernels.SETTINGS, "moda_forward", (2, rows_a_warp, slots, stages, None))
     monkeypatch.setitem(kernels.SETTINGS, "moda_backward", (2, rows_a_warp, slots, stages, None))
-    monkeypatch.setattr(kernels, "SLOT_MAJOR", slot_major)
     inputs = [randn(1, heads, T, D) for heads in [2 * G] + [G] * (2 + 2 * L)]
     do = randn(1, 2 * G, T, D)
     o, grads = gradients(moda(L, kernels.moda_attention), inputs, do)
@@ -291,9 +290,40 @@ def test_states_give_autograds_gradients(reader):
             assert error(grad, grad64) < 5e-6 or grad64.norm() < 1e-12 and grad.norm() < 1e-4  # one source: no gradient for its read
 
 
+@pytest.mark.parametrize("dilation, period", [(1, 1), (2, 2)])
+def test_averages_gather_the_gradients_of_all_readers(dilation, period):
+    """DenseFormer's recurrence on a toy stream, its weights packed in one vector."""
+    torch.manual_seed(11)
+    lengths = [t // dilation + 1 if t % period == 0 else 0 for t in range(1, 5)]
+    weights, x = [torch.randn(32, 32, device=DEVICE) / 6 for _ in lengths], torch.randn(3, 32, device=DEVICE)
+    alpha = torch.randn(sum(lengths), device=DEVICE)
+
+    def run(dtype, fused):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, alpha, *weights)]
+        y, alphas, layers = leaves[0], leaves[1], leaves[2:]
+        y, source = kernels.average_source(y, alphas) if fused else (y, y)
+        history, first = [source], 0
+        for t, (n, w) in enumerate(zip(lengths, layers, strict=True), 1):
+            y = y + torch.tanh(y @ w)
+            y, source = kernels.average_source(y, alphas) if fused else (y, y)
+            history.append(source)
+            if n:
+                sources = history[t % dilation::dilation]
+                y = kernels.average(sources, first) if fused else sum(a * s for a, s in zip(alphas[first:first + n], sources, strict=True))
+                first += n
+        loss = y.square().sum()
+        return [torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2)]
+
+    first, second = run(torch.float32, True)
+    for a, b, c in zip(first, second, run(torch.float64, False)[0], strict=True):
+        assert error(a, c) < 5e-6 and torch.equal(a, b)
+
+
 def test_connectors_refuse_sources_that_do_not_match():
     x = torch.randn(3, 32, device=DEVICE)
     with pytest.raises(ValueError, match="one shape"):
         kernels.weighted_sum([x, x[:2]], x[0, :2])
     with pytest.raises(ValueError, match="one weight for each source"):
         kernels.weighted_sum([x, x], x[0, :3])
+    with pytest.raises(ValueError, match="a weight for each"):
+        kernels.average([kernels.average_source(x, x[0])[1]] * 2, 31)
