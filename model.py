@@ -10,7 +10,7 @@ The functions here are the definition. On CUDA the same functions run as Triton 
 """
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import torch
@@ -57,6 +57,10 @@ class GPTConfig:
     n_coda: int = 0  # last layers, run once
 
     def __post_init__(self):
+        for field in fields(self):
+            if field.type is float and type(getattr(self, field.name)) is int:
+                setattr(self, field.name, float(getattr(self, field.name)))
+            self._require(field.name, type(getattr(self, field.name)) is field.type, f"must be of type {field.type.__name__}")
         choices = dict(qk_norm=("head", "full", "none"), norm_order=("pre", "post"), connector=tuple(CONNECTORS), depth=tuple(DEPTHS),
                        attnres_sources=("snapshots", "block_sums"))
         for name, allowed in choices.items():
@@ -235,7 +239,7 @@ class _JointAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, lse, *slots = ctx.saved_tensors
-        G, s, do = k.shape[1], 1 / math.sqrt(q.shape[-1]), do.contiguous()
+        G, s = k.shape[1], 1 / math.sqrt(q.shape[-1])
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, *_repeat(q, k, v), o, lse, 0.0, True)
         pool = lambda x: x.unflatten(1, (G, -1)).sum(2)  # over the query heads that share a KV head
         b, values = _depth_scores(q, slots)
@@ -748,6 +752,8 @@ class KVSlot:
         start, end = self.cache.length, self.cache.length + k.shape[2]
         if end > self.cache.max_len:
             raise ValueError(f"{end} tokens do not fit into a KV cache of {self.cache.max_len}; make it longer or crop the input")
+        if self.k is not None and len(self.k) != len(k):
+            raise ValueError(f"a KV cache of {len(self.k)} sequences cannot continue {len(k)}; make a new one")
         if self.k is None:
             shape = (k.shape[0], k.shape[1], self.cache.max_len, k.shape[3])
             self.k, self.v = k.new_empty(shape), v.new_empty(shape)
@@ -863,7 +869,7 @@ class GPT(nn.Module):
         (it is repeated behind its first occurrence) and generation once every row has ended. Beyond block_size the model sees the window
         that starts at `window_start`, the same with and without the cache.
         """
-        if temperature < 0:
+        if not temperature >= 0:
             raise ValueError(f"temperature={temperature} must not be negative; 0 takes the most likely token")
         if top_k is not None and top_k < 0:
             raise ValueError(f"top_k={top_k} must not be negative; 0 keeps every token")
@@ -957,7 +963,7 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """One token [B] a row of logits [B,V]: argmax at temperature 0, else from the top_k most likely and the nucleus of mass top_p."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: no temperature is too small
     if top_k and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
     if top_p is not None and top_p < 1:

@@ -136,7 +136,7 @@ P = [0.4, 0.1, 0.3, 0.05, 0.15]
     (dict(top_p=1.0), P),
     (dict(top_k=3, top_p=0.8), [4 / 7, 0, 3 / 7, 0, 0]),  # the nucleus of what top_k has left
     (dict(temperature=0.5, top_p=0.5), [1, 0, 0, 0, 0]),  # of the distribution after the temperature: 0.58 for the first
-    (dict(temperature=0), [1, 0, 0, 0, 0]),
+    (dict(temperature=0), [1, 0, 0, 0, 0]), (dict(temperature=1e-40), [1, 0, 0, 0, 0]),
 ])
 def test_distribution(options, expected):
     """Five standard deviations of 20,000 draws; what is excluded never occurs."""
@@ -169,6 +169,7 @@ def test_generator_leaves_the_global_one_alone():
 
 @pytest.mark.parametrize("options, message", [
     (dict(temperature=-0.5), r"temperature=-0.5 must not be negative; 0 takes the most likely token"),
+    (dict(temperature=math.nan), r"temperature=nan must not be negative"),
     (dict(top_k=-1), r"top_k=-1 must not be negative; 0 keeps every token"),
     (dict(top_p=0.0), r"top_p=0.0 must be above 0 and at most 1"),
     (dict(top_p=1.5), r"top_p=1.5 must be above 0 and at most 1"),
@@ -210,6 +211,25 @@ def test_a_full_cache_is_refused_and_stays_usable():
         with pytest.raises(ValueError, match="8 tokens do not fit into a KV cache of 7"):
             model(idx[:, 6:], cache=cache)
         close(model(idx[:, 6:7], cache=cache)[0], model(idx[:, :7])[0][:, 6:])
+
+
+def test_a_cache_of_another_batch_is_refused():
+    model = tiny()
+    idx, cache = tokens(model), KVCache(model.config, 16)
+    with torch.no_grad():
+        model(idx, cache=cache)
+        with pytest.raises(ValueError, match="a KV cache of 2 sequences cannot continue 1"):
+            model(idx[:1], cache=cache)
+
+
+def test_a_cache_can_be_taken_back():
+    """Tokens behind `length` are forgotten: other tokens can take their places."""
+    model = tiny(connector="attnres", depth="depth_attention", n_loop=2)
+    idx, cache = tokens(model), KVCache(model.config, 16)
+    with torch.no_grad():
+        model(torch.cat((idx[:, :5], idx[:, :6]), 1), cache=cache)
+        cache.length = 5
+        close(model(idx[:, 5:], cache=cache)[0], model(idx)[0][:, 5:])
 
 
 def test_single_token_vocabulary():

@@ -31,6 +31,12 @@ ALL = [dict(connector=connector, depth=depth) for connector in CONNECTORS for de
        "mhc_sinkhorn_iters", "n_loop")),
     *((dict([(field, -1)]), f"{field}=-1 must not be negative") for field in
       ("n_kv_head", "head_dim", "n_inner", "depth_stride", "depth_recent_window", "n_prelude", "n_coda")),
+    (dict(n_layer=2.0), "n_layer=2.0 must be of type int"),
+    (dict(n_layer="2"), "n_layer='2' must be of type int"),
+    (dict(n_head=True), "n_head=True must be of type int"),
+    (dict(n_kv_head=None), "n_kv_head=None must be of type int"),
+    (dict(norm_eps="1e-5"), "norm_eps='1e-5' must be of type float"),
+    (dict(tie_embeddings=1), "tie_embeddings=1 must be of type bool"),
     (dict(rope_theta=0.0), "rope_theta=0.0 must be positive"),
     (dict(norm_eps=-1e-5), "norm_eps=-1e-05 must be positive"),
     (dict(init_std=0.0), "init_std=0.0 must be positive"),
@@ -62,6 +68,7 @@ def test_defaults_are_resolved():
     assert GPTConfig(n_embd=96, n_head=1).n_inner == 256  # 8/3 x 96 is a multiple of 64 itself
     assert GPTConfig(n_layer=7).depth_stride == 3 and GPTConfig(n_layer=6, n_loop=4).depth_stride == 3
     assert GPTConfig(**asdict(c)) == c
+    assert repr(GPTConfig(rope_theta=500000).rope_theta) == "500000.0"
 
 
 def test_state_dict_has_these_keys_and_shapes():
