@@ -279,7 +279,7 @@ def test_planned_memory_follows_the_run():
     small = plan.peak_memory(plan.skeleton(GPTConfig(**WIDE | dict(vocab_size=512))), 1)
     n -= 2 * (50304 - 512) * 1024
     assert small["gradients"] == 4 * n and "MLPs" not in small  # with a small batch the peak is at the end of the backward pass
-    assert sum(plan.peak_memory(model, 8, grad_checkpoint=True).values()) < 0.8 * sum(alone.values())
+    assert sum(plan.peak_memory(model, 64, grad_checkpoint=True).values()) < 0.5 * sum(plan.peak_memory(model, 64).values())
 
 
 @pytest.mark.parametrize("options", [dict(), dict(world_size=8, zero1=True), dict(grad_checkpoint=True)], ids=str)
