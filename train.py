@@ -20,7 +20,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,7 +28,6 @@ from pathlib import Path
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +36,7 @@ import configurator
 from data import shards
 from data.tokenizer import tokenizer_from_meta
 from model import GPT, GPTConfig, IGNORE
+from ranks import Ranks, StopSignals, explained_errors
 
 # ----------------------------------------------------------------------------------------------------------------------
 # run
@@ -154,95 +153,6 @@ def adopt(c, saved):
     if other:
         raise ValueError(f"{c.out_dir} holds another model: {'; '.join(other)}. Leave these options away to continue it, or start in another --out_dir.")
     return [f"{name} {saved[name]!r} -> {getattr(c, name)!r}" for name in sorted(given) if getattr(c, name) != saved[name] and name not in MODEL_FIELDS]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# processes
-
-class Ranks:
-    """This process among those that torchrun started: rank, local_rank, world_size, device, and what they do together. Alone, it needs no process group."""
-
-    def __init__(self, c):
-        self.rank, self.local_rank, self.world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-        self.main = self.rank == 0
-        self.device = configurator.find_device(c.device, self.local_rank if self.world_size > 1 else None)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if self.world_size > 1:
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(minutes=c.dist_timeout), device_id=self.device if backend == "nccl" else None)
-            # For waits that are long and fine, such as a data set being prepared or a checkpoint being written, which must not trip NCCL's timeout.
-            self.patient = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-
-    def sum(self, tensor):
-        """The tensor, summed over all ranks."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor, group=self.patient if tensor.device.type == "cpu" else None)
-        return tensor
-
-    def any(self, flag):
-        """Whether the flag is set on any rank; the same answer everywhere."""
-        return bool(self.sum(torch.tensor(float(bool(flag)))))
-
-    def on_main(self, function, *args):
-        """Calls the function on rank 0 while the others wait, and gives all of them its result, or its ValueError or OSError."""
-        result = [None, None]
-        if self.main:
-            try:
-                result[0] = function(*args)
-            except (ValueError, OSError) as error:
-                result[1] = error
-        if self.world_size > 1:
-            result[1] = result[1] and ValueError(str(result[1]))  # a plain one, which every rank can unpickle
-            dist.broadcast_object_list(result, src=0, group=self.patient)
-        if result[1]:
-            raise result[1]
-        return result[0]
-
-    def print(self, *args):
-        if self.main:
-            print(*args, flush=True)
-
-    def close(self):
-        if self.world_size > 1:
-            dist.destroy_process_group()
-
-
-class StopSignals:
-    """Notes SIGTERM and SIGINT instead of dying, so that the loop can finish its step and save. `caught` is the signal's name or ''."""
-
-    def __enter__(self):
-        self.caught = ""
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def note(self, number, frame):
-        if not self.caught:
-            print(f"{signal.Signals(number).name}: finishing the step, then saving.", file=sys.stderr, flush=True)
-        self.caught = signal.Signals(number).name
-
-    def __exit__(self, *exception):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def explained_errors(c, ranks):
-    """Ends the run with a sentence for the failures of the training loop that a user can do something about."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise SystemExit(f"error: rank {ranks.rank} is out of GPU memory at --batch_size={c.batch_size}. Halve it (the global batch and the results stay the same), "
-                         f"or add --grad_checkpoint=True or --zero1=True. PyTorch says: {str(error).splitlines()[0]}") from error
-    except Exception as error:
-        text = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2]) or type(error).__name__
-        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            raise SystemExit(f"error: torch.compile failed; --compile=False trains without it. It says: {type(error).__name__}: {text}") from error
-        if ranks.world_size > 1 and (isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search("gloo|Connection|NCCL", str(error))):
-            print(f"error: rank {ranks.rank} has lost another process and stops. Start again with --init_from=auto to continue from {c.out_dir}/ckpt_last.pt. "
-                  f"PyTorch says: {text}", file=sys.stderr, flush=True)
-            os._exit(1)  # an orderly exit would wait for the lost one
-        raise
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -426,12 +336,12 @@ def last_good(c):
 
 
 def check_finite(step, loss, grad_norm, c, scaler):
-    """Ends the run before the update if the loss or the gradient is not finite. All ranks see the same two numbers, so all of them stop."""
+    """Ends the run if a loss or a gradient is not finite, before the update and before anything is saved. All ranks see the same numbers, so all of them stop."""
     overflow = scaler.is_enabled() and scaler.get_scale() > 1  # float16: the scaler skips such an update and lowers its scale
     if math.isfinite(loss) and (math.isfinite(grad_norm) or overflow):
         return
     raise SystemExit(f"error: step {step}: the {'gradient' if math.isfinite(loss) else 'loss'} is not finite (loss {loss}, gradient norm {grad_norm}). "
-                     f"The update was not made and {last_good(c)}. Lower --learning_rate={c.learning_rate}, lengthen --warmup_iters={c.warmup_iters}, or look at the data of this step.")
+                     f"The run stops before its weights are harmed; {last_good(c)}. Lower --learning_rate={c.learning_rate}, lengthen --warmup_iters={c.warmup_iters}, or look at the data of this step.")
 
 
 def describe(c, model, ranks):
@@ -527,7 +437,8 @@ def train(c, ranks):
     ranks.print(f"A step is {c.global_batch_size} sequences of {c.block_size} = {tokens_per_step:,} tokens: {micro_steps} micro-step{'s' * (micro_steps > 1)} of {c.batch_size} "
                 f"on {ranks.world_size} process{'es' * (ranks.world_size > 1)}. Warm-up ends at step {c.warmup_iters}, the run at step {c.max_iters}.")
     if resumed:
-        ranks.print(f"Resuming after step {step}.", f"OTHER SETTINGS than before: {'; '.join(changes)}." if changes else "")
+        ranks.print(f"Resuming after step {step}." + (f" OTHER SETTINGS than before: {'; '.join(changes)}." if changes else ""))
+    resumed = resumed is not None  # lets go of the file
     wrapped = wrap(model, c, ranks)
 
     def eval_line(val_loss):
@@ -537,7 +448,7 @@ def train(c, ranks):
         with StopSignals() as stop, explained_errors(c, ranks):
             val_loss = evaluate(model, val_split, c, ranks, autocast, stop)
         if val_loss is not None:
-            ranks.print(*(f"{name} {value:.6f}" if name != "step" else f"step {value}:" for name, value in eval_line(val_loss).items()))
+            ranks.print(f"step {step}: " + ", ".join(f"{name} {value:.6f}" for name, value in eval_line(val_loss).items() if name != "step"))
         return
 
     with configurator.clean_errors():
@@ -565,7 +476,7 @@ def train(c, ranks):
                     check_finite(step, val_loss, 0.0, c, scaler)
                     best, best_val_loss = 0 < step and val_loss < best_val_loss, min(val_loss, best_val_loss)
                     log(eval_line(val_loss))
-                    ranks.print(f"step {step}: val loss {val_loss:.4f}", f"({eval_line(val_loss)['val_bpb']:.4f} bits per byte)" if bytes_per_token else "")
+                    ranks.print(f"step {step}: val loss {val_loss:.4f}" + (f", {eval_line(val_loss)['val_bpb']:.4f} bits per byte" if bytes_per_token else ""))
             periodic = step > 0 and (due or any(n and step % n == 0 for n in (c.save_interval, c.keep_interval)))
             if (periodic or stopping or step == c.max_iters) and (saved != step or best):
                 with configurator.clean_errors():

@@ -1,0 +1,100 @@
+"""
+What the processes of a run do together, and how they end: Ranks (collectives), StopSignals (SIGTERM and SIGINT), explained_errors (what a user can do).
+"""
+import contextlib
+import os
+import re
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import configurator
+
+
+class Ranks:
+    """This process among those that torchrun started: rank, local_rank, world_size, device, and what they do together. Alone, it needs no process group."""
+
+    def __init__(self, c):
+        self.rank, self.local_rank, self.world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        self.main = self.rank == 0
+        self.device = configurator.find_device(c.device, self.local_rank if self.world_size > 1 else None)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=c.dist_timeout), device_id=self.device if backend == "nccl" else None)
+            # For waits that are long and fine, such as a data set being prepared or a checkpoint being written, which must not trip NCCL's timeout.
+            self.patient = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+
+    def sum(self, tensor):
+        """The tensor, summed over all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.patient if tensor.device.type == "cpu" else None)
+        return tensor
+
+    def any(self, flag):
+        """Whether the flag is set on any rank; the same answer everywhere."""
+        return bool(self.sum(torch.tensor(float(bool(flag)))))
+
+    def on_main(self, function, *args):
+        """Calls the function on rank 0 while the others wait, and gives all of them its result, or its ValueError or OSError."""
+        result = [None, None]
+        if self.main:
+            try:
+                result[0] = function(*args)
+            except (ValueError, OSError) as error:
+                result[1] = error
+        if self.world_size > 1:
+            result[1] = result[1] and ValueError(str(result[1]))  # a plain one, which every rank can unpickle
+            dist.broadcast_object_list(result, src=0, group=self.patient)
+        if result[1]:
+            raise result[1]
+        return result[0]
+
+    def print(self, *args):
+        if self.main:
+            print(*args, flush=True)
+
+    def close(self):
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+
+class StopSignals:
+    """Notes SIGTERM and SIGINT instead of dying, so that the loop can finish its step and save. `caught` is the signal's name or ''."""
+
+    def __enter__(self):
+        self.caught = ""
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def note(self, number, frame):
+        if not self.caught:
+            print(f"{signal.Signals(number).name}: finishing the step, then saving.", file=sys.stderr, flush=True)
+        self.caught = signal.Signals(number).name
+
+    def __exit__(self, *exception):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def explained_errors(c, ranks):
+    """Ends the run with a sentence for the failures of the training loop that a user can do something about."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(f"error: rank {ranks.rank} is out of GPU memory at --batch_size={c.batch_size}. Halve it (the global batch and the results stay the same), "
+                         f"or add --grad_checkpoint=True or --zero1=True. PyTorch says: {str(error).splitlines()[0]}") from error
+    except Exception as error:
+        text = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2]) or type(error).__name__
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise SystemExit(f"error: torch.compile failed; --compile=False trains without it. It says: {type(error).__name__}: {text}") from error
+        if ranks.world_size > 1 and (isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search("gloo|Connection|NCCL", str(error))):
+            print(f"error: rank {ranks.rank} has lost another process and stops. Start again with --init_from=auto to continue from {c.out_dir}/ckpt_last.pt. "
+                  f"PyTorch says: {text}", file=sys.stderr, flush=True)
+            os._exit(1)  # an orderly exit would wait for the lost one
+        raise
