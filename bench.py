@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -899,7 +900,8 @@ def provenance(argv, device):
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    revision = subprocess.run(["git", "-C", configurator.ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    git = ["git", "-C", configurator.ROOT, "describe", "--always", "--dirty"]
+    revision = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     return {"command": " ".join(["python bench.py", *argv]), "device": device_name(device), "versions": versions, "revision": revision}
 
 
