@@ -31,6 +31,7 @@ SETTINGS = {
     "attnres_forward": (1, 32, 3),
     "attnres_backward": (1, 32, 8, 3),
     "weighted_sum": (8, 8, 1),
+    "average_backward": (8, 8, 1),
 }
 
 
@@ -492,8 +493,9 @@ def _source_table(device, *columns):
 def _heads_shapes(q, k, name):
     (B, H, T, D), G = q.shape, k.shape[1]
     block = _power_of_2(D // 2)
-    rows, warps = _tile(name, block)
-    return B, H, T, D, G, _ceil_div(T * G, rows), dict(G=G, GROUP=H // G, MEMBERS=_power_of_2(H // G), D=D, BLOCK=block, ROWS=rows, num_warps=warps)
+    members = _power_of_2(H // G)
+    rows, warps = _tile(name, block * max(1, members // 4))     # SETTINGS are for up to 4 query heads in a group; more would not fit registers
+    return B, H, T, D, G, _ceil_div(T * G, rows), dict(G=G, GROUP=H // G, MEMBERS=members, D=D, BLOCK=block, ROWS=rows, num_warps=warps)
 
 
 @_operator()
@@ -948,12 +950,12 @@ def _moda_forward_kernel(q, q_strides, o, o_strides, lse, lse_strides, table, n_
         kv_mask = (valid & live[None, :])[:, :, None] & (cols < D)
         k = tl.load(_slots(table, slot, live, row[:, :, None] * D + cols, 2, q, ALIGN), mask=kv_mask, other=0.0)
         v = tl.load(_slots(table + 1, slot, live, row[:, :, None] * D + cols, 2, q, ALIGN), mask=kv_mask, other=0.0)
-        score = tl.dot(query, tl.permute(k, (0, 2, 1)), input_precision="ieee") * (scale * LOG2E)
+        score = tl.dot(query, tl.permute(k, (0, 2, 1)), input_precision="tf32x3") * (scale * LOG2E)
         score = tl.where(live[None, None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 2))
         old, p = tl.exp2(top - new_top), tl.exp2(score - new_top[:, :, None])
         total = total * old + tl.sum(p, 2)
-        acc = tl.dot(p.to(v.dtype), v, acc * old[:, :, None], input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * old[:, :, None], input_precision="tf32x3")
         top = new_top
     tl.store(o, (acc / total[:, :, None]).to(o.dtype.element_ty), mask=mask)
     tl.store(lse, (top + tl.log2(total)) / LOG2E, mask=head_valid)
@@ -978,13 +980,13 @@ def _moda_backward_kernel(q, q_strides, o, o_strides, do, do_strides, lse, lse_s
         kv_mask = (valid & live[None, :])[:, :, None] & (cols < D)
         k = tl.load(_slots(table, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN), mask=kv_mask, other=0.0)
         v = tl.load(_slots(table + 1, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN), mask=kv_mask, other=0.0)
-        score = tl.dot(query, tl.permute(k, (0, 2, 1)), input_precision="ieee") * (scale * LOG2E)
+        score = tl.dot(query, tl.permute(k, (0, 2, 1)), input_precision="tf32x3") * (scale * LOG2E)
         p = tl.where(live[None, None, :], tl.exp2(score - log_total[:, :, None]), 0.0)
-        dp = tl.dot(grad, tl.permute(v, (0, 2, 1)), input_precision="ieee")
+        dp = tl.dot(grad, tl.permute(v, (0, 2, 1)), input_precision="tf32x3")
         ds = (p * (dp - centre[:, :, None]) * scale).to(query.dtype)
-        dv = tl.dot(tl.permute(p.to(query.dtype), (0, 2, 1)), grad, input_precision="ieee")
-        dk = tl.dot(tl.permute(ds, (0, 2, 1)), query, input_precision="ieee")
-        acc = tl.dot(ds, k, acc, input_precision="ieee")
+        dv = tl.dot(tl.permute(p.to(query.dtype), (0, 2, 1)), grad, input_precision="tf32x3")
+        dk = tl.dot(tl.permute(ds, (0, 2, 1)), query, input_precision="tf32x3")
+        acc = tl.dot(ds, k, acc, input_precision="tf32x3")
         dk_pointer = _slots(table + 2, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN)
         dv_pointer = _slots(table + 3, slot, live, row[:, :, None] * D + cols, 5, q, ALIGN)
         if FILLED:          # some slots hold gradients of later layers already
@@ -1002,9 +1004,13 @@ def _moda_backward_kernel(q, q_strides, o, o_strides, do, do_strides, lse, lse_s
 def _moda_shapes(q, k, name):
     (B, H, T, D), G = q.shape, k.shape[1]
     warps, rows_a_warp, slots, stages, registers = SETTINGS[name]
-    shapes = dict(G=G, GROUP=H // G, GROUP_=max(16, triton.next_power_of_2(H // G)), D=D, D_=max(16, triton.next_power_of_2(D)), ROWS=warps * rows_a_warp,
-                  SLOTS=slots, STAGES=stages, num_warps=warps, maxnreg=registers)
-    return (triton.cdiv(B * T * G, warps * rows_a_warp),), B * T * G, T, D ** -0.5, shapes
+    group, width = max(16, _power_of_2(H // G)), max(16, _power_of_2(D))
+    # a row's share of shared memory grows with these; in float32 the matrix products split every operand in two
+    room = max(1, 2**15 // (group * width * q.element_size() * (2 if q.dtype == torch.float32 else 1)))
+    rows = min(warps * rows_a_warp, room)
+    shapes = dict(G=G, GROUP=H // G, GROUP_=group, D=D, D_=width, ROWS=rows, SLOTS=slots, STAGES=stages, num_warps=min(warps, rows),
+                  maxnreg=registers if group * width * q.element_size() <= 2048 else None)
+    return (_ceil_div(B * T * G, rows),), B * T * G, T, D ** -0.5, shapes
 
 
 def _launch_moda_forward(q, o, lse, slot_k, slot_v, joint):
@@ -1339,7 +1345,7 @@ def _attnres_backward_kernel(table, n_sources, query, bias, out, dout, lse, dw, 
 
 def _attnres_shapes(x, name):
     C, stages = x.shape[-1], SETTINGS[name][-1]
-    block = triton.next_power_of_2(C)
+    block = _power_of_2(C)
     rows, warps = _tile(name, block)
     return x.numel() // C, dict(C=C, BLOCK=block, ROWS=rows, STAGES=stages, num_warps=warps)
 
@@ -1351,7 +1357,7 @@ def _attnres_forward(sources: list[Tensor], query: Tensor, bias: Optional[Tensor
     lse = torch.empty(n_rows, device=out.device, dtype=torch.float32)
     if launch:
         table, align = _source_table(out.device, sources)
-        _attnres_forward_kernel[(triton.cdiv(n_rows, shapes["ROWS"]),)](table, len(sources), query, bias, out, lse, n_rows, eps, ALIGN=align, **shapes)
+        _attnres_forward_kernel[(_ceil_div(n_rows, shapes["ROWS"]),)](table, len(sources), query, bias, out, lse, n_rows, eps, ALIGN=align, **shapes)
     return out, lse
 
 
@@ -1360,7 +1366,7 @@ def _attnres_backward(sources: list[Tensor], query: Tensor, bias: Optional[Tenso
                       grads: list[Tensor], filled: list[int], launch: bool) -> tuple[Tensor, Tensor]:
     """Gradients of query [C] and of the bias, in float32; the sources' are stored in grads, or added there where `filled`."""
     n_rows, shapes = _attnres_shapes(out, "attnres_backward")
-    programs = min(triton.cdiv(n_rows, shapes["ROWS"]), _multiprocessors(out.device) * SETTINGS["attnres_backward"][2])
+    programs = min(_ceil_div(n_rows, shapes["ROWS"]), _multiprocessors(out.device) * SETTINGS["attnres_backward"][2])
     dw = torch.empty(programs, out.shape[-1], device=out.device, dtype=torch.float32)
     dbias = torch.empty(programs if bias is not None else 0, device=out.device, dtype=torch.float32)
     if launch:
@@ -1425,7 +1431,7 @@ def _weighted_sum_forward(sources: list[Tensor], weights: Tensor, launch: bool) 
         warps, elements, stages = SETTINGS["weighted_sum"]
         block = warps * 32 * elements
         table, align = _source_table(out.device, sources)
-        _weighted_sum_forward_kernel[(triton.cdiv(out.numel(), block),)](
+        _weighted_sum_forward_kernel[(_ceil_div(out.numel(), block),)](
             table, len(sources), weights.contiguous(), out, out.numel(), block, stages, align, num_warps=warps)
     return out
 
@@ -1435,7 +1441,7 @@ def _weighted_sum_backward(sources: list[Tensor], weights: Tensor, dout: Tensor,
     """Gradient of the weights [n] in float32; the sources' are stored in grads, or added there where `filled`."""
     warps, elements, stages = SETTINGS["weighted_sum"]
     block = warps * 32 * elements
-    programs = triton.cdiv(dout.numel(), block)
+    programs = _ceil_div(dout.numel(), block)
     dweights = torch.empty(len(sources), programs, device=dout.device, dtype=torch.float32)
     if launch:
         table, align = _source_table(dout.device, sources, grads, _where_filled(grads, filled))
@@ -1466,3 +1472,97 @@ def weighted_sum(sources, weights):
     if weights.shape != (len(tensors),):
         raise ValueError(f"{len(tensors)} sources and weights of shape {list(weights.shape)} were given; expected one weight for each source")
     return _WeightedSum.apply(weights, grads, *tensors)
+
+
+# DenseFormer's averages t = 1..M all read the embedding X_0 and every earlier layer's output. With gradients added reader by reader, each of
+# the M^2 / 2 reads of forward costs three passes over memory in backward. Here a reader's backward only notes its gradient dY_t with the
+# source, and the source's own backward, which comes last, gathers dX_j = sum_t alpha_t[j] dY_t and every d alpha_t[j] = <dY_t, X_j> at once:
+# one pass a read.
+
+@dataclass
+class AverageSource:
+    """A state of the residual stream that `average` reads, and its readers' gradients with the places of their weights for it."""
+    x: Tensor                                                   # [..., C], contiguous
+    weights: Tensor
+    readers: list = field(default_factory=list)
+
+
+@triton.jit(do_not_specialize=["n_readers"])
+def _average_backward_kernel(table, n_readers, weights, x, own, dx, dots, n_elements, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < n_elements
+    s = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
+    if own is not None:
+        acc += tl.load(own + place, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.range(0, n_readers, num_stages=STAGES):
+        g = tl.load(_pointer(table, 2 * i, x, ALIGN) + place, mask=mask, other=0.0).to(tl.float32)
+        acc += tl.load(weights + tl.load(table + 2 * i + 1) // 16).to(tl.float32) * g
+        tl.store(dots + i * tl.num_programs(0) + tl.program_id(0), tl.sum(g * s, 0))
+    tl.store(dx + place, acc.to(dx.dtype.element_ty), mask=mask)
+
+
+@_operator()
+def _average_backward(x: Tensor, weights: Tensor, own: Optional[Tensor], readers: list[Tensor], places: list[int], launch: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of all weights (float32) from those of the sums that read x, each with its weight's place among the weights."""
+    dx, dweights = torch.empty_like(x), torch.zeros(weights.shape, device=x.device, dtype=torch.float32)
+    if launch:
+        warps, elements, stages = SETTINGS["average_backward"]
+        block = warps * 32 * elements
+        programs = _ceil_div(x.numel(), block)
+        dots = torch.empty(len(readers), programs, device=x.device, dtype=torch.float32)
+        table, align = _source_table(x.device, readers, [16 * place for place in places])   # 16: the table's numbers are aligned as addresses are
+        _average_backward_kernel[(programs,)](table, len(readers), weights, x, own, dx, dots, x.numel(), block, stages, align, num_warps=warps)
+        dweights.index_copy_(0, table[1:2 * len(readers):2] // 16, dots.sum(1))
+    return dx, dweights
+
+
+class _AverageSource(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights, readers):
+        ctx.save_for_backward(x, weights)
+        ctx.readers = readers
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, own):
+        x, weights = ctx.saved_tensors
+        if not ctx.readers:
+            return own, None, None
+        grads, places = zip(*ctx.readers, strict=True)
+        dx, dweights = _average_backward(x, weights, own if own is None else own.contiguous(), list(grads), list(places))
+        ctx.readers.clear()
+        return dx, dweights.to(weights.dtype), None
+
+
+class _Average(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights, first, sources, *tensors):
+        ctx.first, ctx.readers = first, [s.readers for s in sources]
+        return _weighted_sum_forward(list(tensors), weights[first:first + len(tensors)])
+
+    @staticmethod
+    def backward(ctx, dout):
+        dout = dout.contiguous()
+        for i, readers in enumerate(ctx.readers):
+            readers.append((dout, ctx.first + i))
+        return None, None, None, *[None] * len(ctx.readers)
+
+
+def average_source(x, weights):
+    """(x, source) of a state [..., C] of the residual stream that averages with these weights (a vector) read. The stream goes on with the x returned
+    here. Backward: the gradient of x, with what its readers give, and the readers' gradients of their weights for x."""
+    readers, x = [], x.contiguous()
+    x = _AverageSource.apply(x, weights, readers)
+    return x, AverageSource(x, weights, readers)
+
+
+def average(sources, first):
+    """sum_i weights[first + i] s_i of n sources from `average_source`, all with the same weights: DenseFormer's depth-weighted average (arXiv 2402.02622).
+    Each source reads its own gradient's parts in one pass, whatever the number of averages that it is in. Returns [..., C]."""
+    weights, x = sources[-1].weights, sources[-1].x
+    if any(s.weights is not weights or s.x.shape != x.shape or s.x.dtype != x.dtype for s in sources) or not 0 <= first <= len(weights) - len(sources):
+        raise ValueError(f"{len(sources)} sources of {[list(s.x.shape) for s in sources]} from {first} of {len(weights)} weights were given; expected "
+                         f"sources of one shape, dtype and vector of weights, and a weight for each")
+    return _Average.apply(weights.detach(), first, sources, *[s.x for s in sources])
