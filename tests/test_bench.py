@@ -321,3 +321,21 @@ def test_peer_of_the_same_shape(tmp_path):
 def test_cold_start_is_measured_in_a_process_of_its_own(tmp_path):
     row, = run(tmp_path, "--cold", "--methods=vanilla", "--steps=2")["rows"]
     assert row["cold first step s"] > 0
+
+
+@pytest.mark.slow
+def test_planned_activations_of_compiled_hyper_connections():
+    """What mHC keeps is decided by torch.compile's partitioner: here on real tensors, for two layers more, beyond what the residual stream keeps."""
+    def saved(n_layer, connector):
+        config = GPTConfig(n_layer=n_layer, n_head=4, n_kv_head=2, n_embd=512, n_inner=512, block_size=64, vocab_size=256, connector=connector, mhc_sinkhorn_iters=2)
+        model, kept, idx = GPT(config), {}, torch.zeros(2, 64, dtype=torch.int64)
+        model.compile_blocks(backend="aot_eager_decomp_partition")
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.update({x.untyped_storage().data_ptr(): x}) or x, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+            loss = model(idx, idx)[1]
+        assert loss.requires_grad
+        of_weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found = sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in of_weights)
+        casts = 2 * sum(p.numel() for module in (model.layers, model.connector) for p in module.parameters() if p.ndim == 2)
+        return torch.tensor([found - casts, sum(plan.activations(model, 2 * 64).values())])
+    found, planned = (saved(4, "mhc") - saved(2, "mhc") - saved(4, "residual") + saved(2, "residual")).tolist()
+    assert planned == pytest.approx(found, rel=0.1)
