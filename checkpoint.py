@@ -53,7 +53,7 @@ def save(path, checkpoint):
         temporary.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__ or error
         kept = "the checkpoint that was there is untouched" if path.exists() else "no checkpoint of that name existed before"
-        raise CheckpointError(f"could not write {path} ({_first_line(cause)}): {kept}. Free space or give another --out_dir, then --init_from=auto.") from error
+        raise CheckpointError(f"could not write {path} ({_first_line(cause)}): {kept}. Free space, then continue with --init_from=auto.") from error
 
 
 def copy(source, target):
@@ -87,7 +87,7 @@ def keep(out_dir, step, count):
 
 
 def load(path, device="cpu"):
-    """Reads a checkpoint; prefixes of wrappers are gone from the model's names. Raises CheckpointError naming the file if it is absent or not whole."""
+    """Reads a checkpoint, the wrappers' prefixes dropped from the model's names. Raises CheckpointError if the file is absent or not whole."""
     path = Path(path)
     if not path.is_file():
         there = ", ".join(sorted(p.name for p in path.parent.glob("*.pt"))) or "no .pt file"

@@ -88,7 +88,8 @@ def find_device(name, local_rank=None):
     index = (device.index or 0) if local_rank is None else local_rank
     if index >= count:
         advice = f"start at most {count} processes on it" if count else "use --device=cpu, or install a PyTorch built for CUDA"
-        raise ValueError(f'--device={name}: GPU {index} is wanted, but PyTorch finds {count or "no"} GPU{"s" * (count > 1)} on this machine; {advice}.')
+        found = f'{count or "no"} GPU{"s" * (count > 1)}'
+        raise ValueError(f"--device={name}: GPU {index} is wanted, but PyTorch finds {found} on this machine; {advice}.")
     return torch.device("cuda", index)
 
 
@@ -247,6 +248,12 @@ def parse(option, text):
         except ValueError:
             value = text
     return check(option, value, f"--{option.name}={text}")
+
+
+def require(c, name, ok, rule):
+    """Raises ValueError, naming option and value, unless ok."""
+    if not ok:
+        raise ValueError(f"--{name}={getattr(c, name)} {rule}.")
 
 
 def _read_argument(arg, argv, options):

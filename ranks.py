@@ -1,5 +1,6 @@
 """
-What the processes of a run do together, and how they end: Ranks (collectives), StopSignals (SIGTERM and SIGINT), explained_errors (what a user can do).
+What the processes of a run do together, and how they end: Ranks (what they tell each other), StopSignals (SIGTERM, SIGINT) and
+explained_errors (failures that a user can do something about).
 """
 import contextlib
 import os
@@ -15,18 +16,21 @@ import configurator
 
 
 class Ranks:
-    """This process among those that torchrun started: rank, local_rank, world_size, device, and what they do together. Alone, it needs no process group."""
+    """
+    This process among those that torchrun started: rank, world_size, device, main (whether it is rank 0), and what they do together.
+    c: the options device and dist_timeout. A process on its own needs no process group.
+    """
 
     def __init__(self, c):
-        self.rank, self.local_rank, self.world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.main = self.rank == 0
-        self.device = configurator.find_device(c.device, self.local_rank if self.world_size > 1 else None)
+        self.device = configurator.find_device(c.device, int(os.environ["LOCAL_RANK"]) if self.world_size > 1 else None)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.world_size > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(minutes=c.dist_timeout), device_id=self.device if backend == "nccl" else None)
-            # For waits that are long and fine, such as a data set being prepared or a checkpoint being written, which must not trip NCCL's timeout.
+            # For waits that may be long, such as for a data set being prepared or a checkpoint being written: NCCL's timeout must not end them.
             self.patient = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
     def sum(self, tensor):
@@ -87,14 +91,16 @@ def explained_errors(c, ranks):
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise SystemExit(f"error: rank {ranks.rank} is out of GPU memory at --batch_size={c.batch_size}. Halve it (the global batch and the results stay the same), "
-                         f"or add --grad_checkpoint=True or --zero1=True. PyTorch says: {str(error).splitlines()[0]}") from error
+        raise SystemExit(f"error: rank {ranks.rank} is out of GPU memory at --batch_size={c.batch_size}. Halve it (with --global_batch_size given, "
+                         "the results stay the same), or add --grad_checkpoint=True or --zero1=True. "
+                         f"PyTorch says: {str(error).splitlines()[0]}") from error
     except Exception as error:
         text = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2]) or type(error).__name__
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise SystemExit(f"error: torch.compile failed; --compile=False trains without it. It says: {type(error).__name__}: {text}") from error
-        if ranks.world_size > 1 and (isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search("gloo|Connection|NCCL", str(error))):
-            print(f"error: rank {ranks.rank} has lost another process and stops. Start again with --init_from=auto to continue from {c.out_dir}/ckpt_last.pt. "
-                  f"PyTorch says: {text}", file=sys.stderr, flush=True)
+        lost = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and re.search("gloo|Connection|NCCL", str(error))
+        if ranks.world_size > 1 and lost:
+            print(f"error: rank {ranks.rank} has lost another process and stops. Start again with --init_from=auto to continue from "
+                  f"{c.out_dir}/ckpt_last.pt. PyTorch says: {text}", file=sys.stderr, flush=True)
             os._exit(1)  # an orderly exit would wait for the lost one
         raise

@@ -35,12 +35,13 @@ dtype = ""  # float32 or bfloat16 of the matmuls; empty = bfloat16 on GPUs that 
 
 def validate(c):
     """Raises ValueError for options that cannot work, naming option, value and rule."""
-    for name, ok, rule in (("which", c.which in ("best", "last"), "must be best or last"), ("dtype", c.dtype in ("", "float32", "bfloat16"), "must be float32, bfloat16 or empty"),
-                           ("top_p", 0 < c.top_p <= 1, "must be above 0 and at most 1; 1 = all tokens"), ("num_samples", c.num_samples >= 1, "must be at least 1"),
-                           ("temperature", c.temperature >= 0, "must not be negative; 0 = always the most likely token"),
-                           ("top_k", c.top_k >= 0, "must not be negative; 0 = all tokens"), ("max_new_tokens", c.max_new_tokens >= 0, "must not be negative")):
-        if not ok:
-            raise ValueError(f"--{name}={getattr(c, name)} {rule}.")
+    configurator.require(c, "which", c.which in ("best", "last"), "must be best or last")
+    configurator.require(c, "dtype", c.dtype in ("", "float32", "bfloat16"), "must be float32, bfloat16 or empty")
+    configurator.require(c, "num_samples", c.num_samples >= 1, "must be at least 1")
+    configurator.require(c, "max_new_tokens", c.max_new_tokens >= 0, "must not be negative")
+    configurator.require(c, "temperature", c.temperature >= 0, "must not be negative; 0 = always the most likely token")
+    configurator.require(c, "top_k", c.top_k >= 0, "must not be negative; 0 = all tokens")
+    configurator.require(c, "top_p", 0 < c.top_p <= 1, "must be above 0 and at most 1; 1 = all tokens")
 
 
 def open_model(c, device):
@@ -67,10 +68,11 @@ def texts(c, model, tokenizer, device):
     ids = prompt_ids(c.start, tokenizer)
     largest = max(ids)
     if largest >= model.config.vocab_size:
-        raise ValueError(f"the prompt has token id {largest}, but the model's vocabulary ends at {model.config.vocab_size - 1}: tokenizer and model do not belong together.")
+        raise ValueError(f"the prompt has token id {largest}, but the model's vocabulary ends at {model.config.vocab_size - 1}: "
+                         "tokenizer and model do not belong together.")
     generator = torch.Generator(device).manual_seed(c.seed)
-    out = model.generate(torch.tensor([ids] * c.num_samples, device=device), c.max_new_tokens, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p,
-                         generator=generator, stop_token=tokenizer.eot)
+    prompts = torch.tensor([ids] * c.num_samples, device=device)
+    out = model.generate(prompts, c.max_new_tokens, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, generator=generator, stop_token=tokenizer.eot)
     for row in out.tolist():
         new = row[len(ids):]
         yield tokenizer.decode(([] if not c.start else ids) + (new[:new.index(tokenizer.eot)] if tokenizer.eot in new else new))

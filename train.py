@@ -13,6 +13,7 @@ its result depend on the step alone: not on the number of processes, not on how 
 """
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import math
@@ -23,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from datetime import timedelta
 from pathlib import Path
 
@@ -94,7 +96,10 @@ PEAKS = {"B200": 2250, "GB200": 2250, "H200": 989, "GH200": 989, "H800": 989, "H
 # what must be right: pure functions
 
 def lr_at(step, c):
-    """Learning rate of the update that follows `step` updates: linear warm-up to learning_rate at warmup_iters, cosine to min_lr at the last step of the decay."""
+    """
+    Learning rate of the update that follows `step` updates: linear warm-up that reaches learning_rate at warmup_iters, then a cosine
+    that reaches min_lr at the last step of the decay. A warm-up as long as the run is only a warm-up.
+    """
     last = (c.lr_decay_iters or c.max_iters) - 1
     if step < c.warmup_iters:
         return c.learning_rate * (step + 1) / (c.warmup_iters + 1)
@@ -110,8 +115,8 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
     if global_batch_size % once:
         below = global_batch_size // once * once
         fitting = [n for n in range(1, batch_size + 1) if global_batch_size % (n * world_size) == 0]
-        raise ValueError(f"--global_batch_size={global_batch_size} is not a multiple of --batch_size={batch_size} times {world_size} process{'es' * (world_size > 1)} = {once}. "
-                         f"The nearest that are: {' and '.join(str(n) for n in (below, below + once) if n)}"
+        raise ValueError(f"--global_batch_size={global_batch_size} is not a multiple of --batch_size={batch_size} times {world_size} "
+                         f"process{'es' * (world_size > 1)} = {once}. The nearest that are: {' and '.join(str(n) for n in (below, below + once) if n)}"
                          f"{f'; or keep it and set --batch_size={fitting[-1]}' if fitting else ''}.")
     return global_batch_size // once
 
@@ -125,9 +130,7 @@ def peak_flops(device_name, dtype):
 
 def validate(c):
     """Raises ValueError for options that cannot work, naming option, value and rule."""
-    def require(name, ok, rule):
-        if not ok:
-            raise ValueError(f"--{name}={getattr(c, name)} {rule}.")
+    require = functools.partial(configurator.require, c)
     for name in ("eval_interval", "log_interval", "block_size", "batch_size", "dist_timeout"):
         require(name, getattr(c, name) >= 1, "must be at least 1")
     for name in ("max_iters", "eval_tokens", "save_interval", "keep_interval", "keep_count", "sample_tokens", "vocab_size", "global_batch_size",
@@ -151,8 +154,10 @@ def adopt(c, saved):
     model = dataclasses.asdict(GPTConfig(**{name: getattr(c, name) for name in MODEL_FIELDS}))
     other = [f"{name} is {saved.get(name)!r} in the checkpoint, {model[name]!r} now" for name in MODEL_FIELDS if saved.get(name) != model[name]]
     if other:
-        raise ValueError(f"{c.out_dir} holds another model: {'; '.join(other)}. Leave these options away to continue it, or start in another --out_dir.")
-    return [f"{name} {saved[name]!r} -> {getattr(c, name)!r}" for name in sorted(given) if getattr(c, name) != saved[name] and name not in MODEL_FIELDS]
+        raise ValueError(f"{c.out_dir} holds another model: {'; '.join(other)}. Leave these options away to continue it, "
+                         "or start in another --out_dir.")
+    changed = [name for name in sorted(given.difference(MODEL_FIELDS)) if getattr(c, name) != saved[name]]
+    return [f"{name} {saved[name]!r} -> {getattr(c, name)!r}" for name in changed]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,24 +165,25 @@ def adopt(c, saved):
 
 def open_data(c, ranks):
     """
-    (train split, val split, meta) of data_dir, checked against block_size and vocab_size (which is filled in from meta.json if 0). A tokenizer.json
-    that meta.json only names is taken into meta, which is what checkpoints carry. The standard library's data set is made if it is missing. Raises ValueError.
+    (train split, val split, what checkpoints carry of meta.json: vocab_size, tokenizer, bytes) of data_dir, checked against block_size and
+    vocab_size, which is filled in from meta.json if 0. The standard library's data set is made if it is missing. Raises ValueError.
     """
     folder = configurator.find(c.data_dir)
     if folder == STDLIB:
         ranks.on_main(prepare, folder)
+    train, val = shards.open_split(folder, "train"), shards.open_split(folder, "val")
     meta = shards.load_meta(folder)
     said_by = f"{folder / 'meta.json'}" if not c.vocab_size else "--vocab_size"
     c.vocab_size = c.vocab_size or meta.get("vocab_size", 0)
     if not c.vocab_size:
         raise ValueError(f"{folder} has no meta.json that says vocab_size; give --vocab_size.")
     if meta.get("vocab_size", 0) > c.vocab_size:
-        raise ValueError(f"{folder / 'meta.json'} says vocab_size {meta['vocab_size']}, but the model's is {c.vocab_size}: give --vocab_size={meta['vocab_size']} or more.")
-    train, val = shards.open_split(folder, "train"), shards.open_split(folder, "val")
+        raise ValueError(f"{folder / 'meta.json'} says vocab_size {meta['vocab_size']}, but the model's is {c.vocab_size}: "
+                         f"give --vocab_size={meta['vocab_size']} or more.")
     for split, at_least in (train, ranks.world_size), (val, 1):
         shards.check_windows(split, c.block_size, at_least)
         shards.check_vocab(split, c.vocab_size, said_by)
-    if meta.get("tokenizer", {}).get("kind") == "json":
+    if meta.get("tokenizer", {}).get("kind") == "json":  # a tokenizer.json that meta.json may only name: checkpoints carry it whole
         meta["tokenizer"] = tokenizer_from_meta(meta["tokenizer"], folder).to_meta()
     return train, val, {"vocab_size": c.vocab_size, "tokenizer": meta.get("tokenizer"), "bytes": meta.get("bytes")}
 
@@ -205,7 +211,8 @@ def build_model(c, ranks, resumed):
         given = {name: getattr(c, name) for name in {"block_size", *c.given} & set(MODEL_FIELDS)}
         model = GPT.from_pretrained(c.init_from, **given)
         if model.config.vocab_size < c.vocab_size:
-            raise ValueError(f"{c.init_from} has a vocabulary of {model.config.vocab_size}, but the data's is {c.vocab_size}: prepare the data with the model's own tokenizer.")
+            raise ValueError(f"{c.init_from} has a vocabulary of {model.config.vocab_size}, but the data's is {c.vocab_size}: "
+                             "prepare the data with the model's own tokenizer.")
     if resumed:
         checkpoint.load_weights(model, resumed["model"], f"{c.out_dir}/ckpt_last.pt")
     vars(c).update(dataclasses.asdict(model.config))
@@ -256,7 +263,8 @@ def wrap(model, c, ranks):
         return model
     # The only buffers are RoPE's tables, the same everywhere. Newer versions of PyTorch have another name for not sending them round.
     unsynced = "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
-    ddp = DistributedDataParallel(model, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True, **{unsynced: False})
+    gpu = [ranks.device.index] if ranks.device.type == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids=gpu, gradient_as_bucket_view=True, **{unsynced: False})
     if c.grad_bf16:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
@@ -285,8 +293,8 @@ def accumulate_gradients(model, batches, step, micro_steps, autocast, scaler):
 @torch.no_grad()
 def evaluate(model, split, c, ranks, autocast, stop):
     """
-    Mean loss in nats a token over the fixed windows of the validation split: sum of losses over sum of targets of all ranks, so that it does not
-    depend on batch size or ranks. Reads nothing from and writes nothing to the training's random numbers and data. None if a stop signal came in between.
+    Mean loss in nats a token over the fixed windows of the validation split: the sum of losses over the sum of targets of all ranks, so that it
+    does not depend on batch size or ranks. Training's data and random numbers stay as they are. None if a stop signal came in between.
     """
     windows = shards.eval_windows(split, c.block_size, c.eval_tokens)
     loss_and_count = torch.zeros(2, dtype=torch.float64)
@@ -308,17 +316,21 @@ def evaluate(model, split, c, ranks, autocast, stop):
 
 
 def save(c, ranks, model, optimizer, scaler, step, best_val_loss, data, best):
-    """Writes ckpt_last.pt (and ckpt_best.pt, and a numbered one if it is time). Called by all ranks; raises CheckpointError, and refuses weights that are not finite."""
+    """
+    Writes ckpt_last.pt, and if it is time ckpt_best.pt and a numbered one. Called by all ranks. Raises CheckpointError, also for weights
+    that are not finite: these are never saved.
+    """
     if hasattr(optimizer, "consolidate_state_dict"):  # --zero1
         optimizer.consolidate_state_dict(to=0)
 
     def write():
         bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
         if bad:
-            raise checkpoint.CheckpointError(f"step {step}: {bad[0]} is not finite any more ({len(bad)} parameters are not); nothing was saved, {last_good(c)}.")
+            raise checkpoint.CheckpointError(f"step {step}: {bad[0]} is not finite any more ({len(bad)} parameters are not); nothing was saved, "
+                                             f"{last_good(c)}.")
         rng = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(ranks.device) if ranks.device.type == "cuda" else None}
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step, "best_val_loss": best_val_loss,
-                 "config": c.as_dict(), "rng": rng, "data": data}
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step,
+                 "best_val_loss": best_val_loss, "config": c.as_dict(), "rng": rng, "data": data}
         folder = Path(c.out_dir)
         # The best one first: if the run dies in between, the last one is older and the evaluation that found the best is made again.
         checkpoint.save(folder / ("ckpt_best.pt" if best else "ckpt_last.pt"), state)
@@ -336,12 +348,13 @@ def last_good(c):
 
 
 def check_finite(step, loss, grad_norm, c, scaler):
-    """Ends the run if a loss or a gradient is not finite, before the update and before anything is saved. All ranks see the same numbers, so all of them stop."""
+    """Ends the run, before the update and before anything is saved, if a loss or a gradient is not finite. All ranks see the same numbers."""
     overflow = scaler.is_enabled() and scaler.get_scale() > 1  # float16: the scaler skips such an update and lowers its scale
     if math.isfinite(loss) and (math.isfinite(grad_norm) or overflow):
         return
-    raise SystemExit(f"error: step {step}: the {'gradient' if math.isfinite(loss) else 'loss'} is not finite (loss {loss}, gradient norm {grad_norm}). "
-                     f"The run stops before its weights are harmed; {last_good(c)}. Lower --learning_rate={c.learning_rate}, lengthen --warmup_iters={c.warmup_iters}, or look at the data of this step.")
+    raise SystemExit(f"error: step {step}: the {'gradient' if math.isfinite(loss) else 'loss'} is not finite (loss {loss}, gradient norm "
+                     f"{grad_norm}). The run stops before its weights are harmed; {last_good(c)}. Lower --learning_rate={c.learning_rate}, "
+                     f"lengthen --warmup_iters={c.warmup_iters}, or look at the data of this step.")
 
 
 def describe(c, model, ranks):
@@ -350,8 +363,9 @@ def describe(c, model, ranks):
         result = subprocess.run(["git", "-C", configurator.ROOT, *args], capture_output=True, text=True) if shutil.which("git") else None
         return result.stdout.strip() if result and result.returncode == 0 else ""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__, "cuda": torch.version.cuda}
-    return {"config": c.as_dict(), "versions": versions, "git": git("rev-parse", "HEAD") + "+changes" * bool(git("status", "--porcelain", "--untracked-files=no")),
-            "device": device_name(ranks.device), "world_size": ranks.world_size, "n_params": model.num_params(), "n_params_without_embedding": model.num_params(embedding=False)}
+    changes = "+changes" * bool(git("status", "--porcelain", "--untracked-files=no"))
+    return {"config": c.as_dict(), "versions": versions, "git": git("rev-parse", "HEAD") + changes, "device": device_name(ranks.device),
+            "world_size": ranks.world_size, "n_params": model.num_params(), "n_params_without_embedding": model.num_params(embedding=False)}
 
 
 def device_name(device):
@@ -370,16 +384,19 @@ def open_wandb(c, header):
     try:
         import wandb
         mode = os.environ.get("WANDB_MODE", "online")
-        if mode == "online" and not wandb.api.api_key:
+        asks = "prompt" in inspect.signature(wandb.login).parameters  # else an older version, whose client knows
+        if mode == "online" and not (wandb.login(prompt=False, verify=False) if asks else wandb.api.api_key):
             print("warning: wandb is not logged in (wandb login); this run is kept offline, `wandb sync` sends it later.", file=sys.stderr)
             mode = "offline"
         id_file = Path(c.out_dir) / "wandb_id.txt"  # a resumed run continues its curve
         if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id())
-        run = wandb.init(project=c.wandb_project, name=c.wandb_run_name or Path(c.out_dir).resolve().name, id=id_file.read_text(), resume="allow", mode=mode,
-                         dir=c.out_dir, config=header, settings=wandb.Settings(init_timeout=60, console="off"))
+            id_file.write_text(uuid.uuid4().hex[:8])
+        name = c.wandb_run_name or Path(c.out_dir).resolve().name
+        run = wandb.init(project=c.wandb_project, name=name, id=id_file.read_text(), resume="allow", mode=mode, dir=c.out_dir, config=header,
+                         settings=wandb.Settings(init_timeout=60, console="off"))
     except Exception as error:  # wandb's ways of failing are its own, and none is worth the run
-        print(f"warning: wandb did not start ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); the run logs to log.jsonl alone.", file=sys.stderr)
+        text = " ".join(str(error).split())
+        print(f"warning: wandb did not start ({type(error).__name__}: {text}); the run logs to log.jsonl alone.", file=sys.stderr)
         return nothing
     return lambda line: run.log({name: value for name, value in line.items() if value is not None}, step=line["step"])
 
@@ -391,7 +408,8 @@ def print_sample(c, ranks, model, data):
     except ValueError as error:
         return print(f"No sample: {error}")
     generator = torch.Generator(ranks.device).manual_seed(c.seed)
-    out = model.generate(torch.tensor([ids], device=ranks.device), c.sample_tokens, temperature=0.8, top_k=50, generator=generator, stop_token=tokenizer.eot)
+    prompt = torch.tensor([ids], device=ranks.device)
+    out = model.generate(prompt, c.sample_tokens, temperature=0.8, top_k=50, generator=generator, stop_token=tokenizer.eot)
     print(f"{'-' * 40} a sample\n{tokenizer.decode(out[0].tolist())}\n{'-' * 40}", flush=True)
 
 
@@ -434,8 +452,9 @@ def train(c, ranks):
     peak, flops = peak_flops(device_name(ranks.device), c.dtype), model.mfu_flops_per_token(c.block_size)
     bytes_per_token = (data["bytes"] or {}).get("val", 0) / val_split.n_tokens
     ranks.print(f"{header['n_params']:,} parameters on {ranks.world_size} x {header['device']} in {c.dtype}; {train_split.n_tokens:,} training tokens.")
-    ranks.print(f"A step is {c.global_batch_size} sequences of {c.block_size} = {tokens_per_step:,} tokens: {micro_steps} micro-step{'s' * (micro_steps > 1)} of {c.batch_size} "
-                f"on {ranks.world_size} process{'es' * (ranks.world_size > 1)}. Warm-up ends at step {c.warmup_iters}, the run at step {c.max_iters}.")
+    ranks.print(f"A step is {c.global_batch_size} sequences of {c.block_size} = {tokens_per_step:,} tokens: {micro_steps} "
+                f"micro-step{'s' * (micro_steps > 1)} of {c.batch_size} on {ranks.world_size} process{'es' * (ranks.world_size > 1)}. "
+                f"Warm-up ends at step {c.warmup_iters}, the run at step {c.max_iters}.")
     if resumed:
         ranks.print(f"Resuming after step {step}." + (f" OTHER SETTINGS than before: {'; '.join(changes)}." if changes else ""))
     resumed = resumed is not None  # lets go of the file
@@ -444,11 +463,14 @@ def train(c, ranks):
     def eval_line(val_loss):
         return {"step": step, "val_loss": val_loss, **({"val_bpb": val_loss / math.log(2) / bytes_per_token} if bytes_per_token else {})}
 
+    def sentence(line):
+        return f"step {step}: " + ", ".join(f"{name} {value:.6f}" for name, value in line.items() if name != "step")
+
     if c.eval_only:
         with StopSignals() as stop, explained_errors(c, ranks):
             val_loss = evaluate(model, val_split, c, ranks, autocast, stop)
         if val_loss is not None:
-            ranks.print(f"step {step}: " + ", ".join(f"{name} {value:.6f}" for name, value in eval_line(val_loss).items() if name != "step"))
+            ranks.print(sentence(eval_line(val_loss)))
         return
 
     with configurator.clean_errors():
@@ -476,7 +498,7 @@ def train(c, ranks):
                     check_finite(step, val_loss, 0.0, c, scaler)
                     best, best_val_loss = 0 < step and val_loss < best_val_loss, min(val_loss, best_val_loss)
                     log(eval_line(val_loss))
-                    ranks.print(f"step {step}: val loss {val_loss:.4f}" + (f", {eval_line(val_loss)['val_bpb']:.4f} bits per byte" if bytes_per_token else ""))
+                    ranks.print(sentence(eval_line(val_loss)))
             periodic = step > 0 and (due or any(n and step % n == 0 for n in (c.save_interval, c.keep_interval)))
             if (periodic or stopping or step == c.max_iters) and (saved != step or best):
                 with configurator.clean_errors():
@@ -510,8 +532,8 @@ def train(c, ranks):
                 mfu = speed * flops / (peak * ranks.world_size) if peak else None
                 log({"step": step, "train_loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": tokens, "tokens_per_s": speed, "mfu": mfu})
                 left = (clock - timed_from[1]) / max(1, step - timed_from[0]) * (c.max_iters - step)
-                ranks.print(f"step {step}/{c.max_iters}: loss {loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, {speed:,.0f} tokens/s{f', {100 * mfu:.1f} % MFU' if mfu else ''}, "
-                            f"{timedelta(seconds=round(left))} left")
+                ranks.print(f"step {step}/{c.max_iters}: loss {loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, {speed:,.0f} tokens/s, "
+                            f"{f'{100 * mfu:.1f} % MFU, ' if mfu else ''}{timedelta(seconds=round(left))} left")
                 busy, tokens_logged = 0.0, tokens
 
     if stopping:

@@ -35,8 +35,9 @@ def write_corpus(folder, train_tokens=3600, val_tokens=400):
 
 def tiny_run(data_dir, out_dir):
     """Arguments of a run that takes half a second."""
-    return ["--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=2", "--device=cpu", "--dtype=float32", "--compile=False", f"--data_dir={data_dir}",
-            f"--out_dir={out_dir}", "--max_iters=6", "--eval_interval=3", "--log_interval=1", "--warmup_iters=2", "--learning_rate=1e-2"]
+    return ["--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=2", "--device=cpu", "--dtype=float32", "--compile=False",
+            "--max_iters=6", "--eval_interval=3", "--log_interval=1", "--warmup_iters=2", "--learning_rate=1e-2",
+            f"--data_dir={data_dir}", f"--out_dir={out_dir}"]
 
 
 @pytest.fixture(scope="session")
@@ -102,8 +103,9 @@ def same_state(a, b):
 # several ranks
 
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(["train", "torch._dynamo", "torch.distributed.optim"])  # the last two are imported on first use, at a cost of seconds
-os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(train.__file__), *filter(None, [os.environ.get("PYTHONPATH")])])  # where the server finds it
+server.set_forkserver_preload(["train", "torch._dynamo", "torch.distributed.optim"])  # PyTorch imports the last two on first use, in seconds
+# Where the server finds train.py: not every version of Python gives it this process's sys.path.
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(train.__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _rank(rank, world_size, port, argv, before, output):

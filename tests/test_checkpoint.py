@@ -17,8 +17,9 @@ def state():
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=10))
     config = {"out_dir": "out", "learning_rate": 1e-3, **vars(model.config)}
-    return {"model": model.state_dict(), "optimizer": model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu").state_dict(), "scaler": {}, "step": 7, "best_val_loss": math.inf,
-            "config": config, "rng": {"torch": torch.get_rng_state(), "cuda": None}, "data": {"vocab_size": 10, "tokenizer": None, "bytes": None}}
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}, "step": 7, "best_val_loss": math.inf, "config": config,
+            "rng": {"torch": torch.get_rng_state(), "cuda": None}, "data": {"vocab_size": 10, "tokenizer": None, "bytes": None}}
 
 
 def test_round_trip_needs_weights_only(state, tmp_path):
@@ -33,10 +34,11 @@ def test_round_trip_needs_weights_only(state, tmp_path):
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
 def test_case_23_prefixes_of_wrappers_are_dropped(state, tmp_path, prefix):
-    state["model"] = {prefix + key.replace("layers.0.", "layers.0._orig_mod."): value for key, value in state["model"].items()}
+    plain = state["model"]
+    state["model"] = {prefix + key.replace("layers.0.", "layers.0._orig_mod."): value for key, value in plain.items()}
     checkpoint.save(tmp_path / "ckpt_last.pt", state)
     model, _ = checkpoint.load_run(tmp_path)
-    assert all(torch.equal(value, state["model"][prefix + key.replace("layers.0.", "layers.0._orig_mod.")]) for key, value in model.state_dict().items())
+    assert model.state_dict().keys() == plain.keys() and all(torch.equal(value, plain[key]) for key, value in model.state_dict().items())
 
 
 def test_weights_that_do_not_fit_are_named(state, tmp_path):

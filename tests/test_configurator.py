@@ -65,7 +65,8 @@ def test_case_01_an_int_is_taken_for_a_float_and_a_float_refused_for_an_int(scri
     assert c.learning_rate == 1.0 and type(c.learning_rate) is float
     message = refusal("--batch_size=1.5")
     assert "--batch_size=1.5" in message and "an int" in message and "a float" in message
-    for bad in ("--batch_size=", "--batch_size=many", "--batch_size=1e3", "--learning_rate=fast", "--learning_rate=nan", "--learning_rate=inf", "--learning_rate="):
+    for bad in ("--batch_size=", "--batch_size=many", "--batch_size=1e3", "--learning_rate=fast", "--learning_rate=nan", "--learning_rate=inf",
+                "--learning_rate="):
         assert bad.split("=")[0] in refusal(bad)
 
 
@@ -119,8 +120,9 @@ def test_case_04_stray_words(refusal, tmp_path):
     assert "one config file" in refusal(str(tmp_path / "a.py"), str(tmp_path / "a.py"))
 
 
-@pytest.mark.parametrize("typo, meant", [("--learningrate=1", "learning_rate"), ("--lerning_rate=1", "learning_rate"), ("--batchsize=2", "batch_size"), ("--outdir=x", "out_dir"),
-                                         ("-batch_size=2", "batch_size"), ("--no-compile", "compile"), ("--batch=2", "batch_size")])
+@pytest.mark.parametrize("typo, meant", [
+    ("--learningrate=1", "learning_rate"), ("--lerning_rate=1", "learning_rate"), ("--batchsize=2", "batch_size"), ("--outdir=x", "out_dir"),
+    ("-batch_size=2", "batch_size"), ("--no-compile", "compile"), ("--batch=2", "batch_size")])
 def test_case_04_unknown_options_are_refused_with_the_nearest_name(refusal, typo, meant):
     assert typo.split("=")[0] in refusal(typo) and f"--{meant}" in refusal(typo)
 

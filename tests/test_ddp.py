@@ -120,8 +120,8 @@ def gradients_agree(rank):
         for depth in DEPTHS:
             for n_loop in (1, 3):
                 torch.manual_seed(1)
-                config = GPTConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, block_size=8, vocab_size=10, connector=connector, depth=depth, depth_stride=1, n_loop=n_loop, init_std=0.2,
-                                   mhc_sinkhorn_iters=3)
+                config = GPTConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, block_size=8, vocab_size=10, init_std=0.2, connector=connector,
+                                   depth=depth, depth_stride=1, n_loop=n_loop, mhc_sinkhorn_iters=3)
                 model = GPT(config)
                 model(x, y)[1].backward()
                 whole = {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -88,8 +88,9 @@ def test_case_36_samples_from_uniform_logits_differ():
     assert len(set(sample.texts(c, model, ByteTokenizer(), torch.device("cpu")))) >= 4
 
 
-@pytest.mark.parametrize("option", ["--temperature=-1", "--top_k=-1", "--top_p=0", "--top_p=1.5", "--num_samples=0", "--max_new_tokens=-1", "--which=worst", "--dtype=float16", "--device=cuda:9",
-                                    "--start=FILE:/nowhere/prompt.txt", "--out_dir=/nowhere", "--init_from=/nowhere", "--max_tokens=3"])
+@pytest.mark.parametrize("option", [
+    "--temperature=-1", "--top_k=-1", "--top_p=0", "--top_p=1.5", "--num_samples=0", "--max_new_tokens=-1", "--which=worst", "--dtype=float16",
+    "--device=cuda:9", "--start=FILE:/nowhere/prompt.txt", "--out_dir=/nowhere", "--init_from=/nowhere", "--max_tokens=3"])
 def test_case_36_bad_options_are_clean_errors(run, refused, option):
     message = refused(sample.main, [f"--out_dir={run}", "--device=cpu", option])
     assert option.split("=")[0] in message or option.split("=")[1].removeprefix("FILE:") in message, message
@@ -113,6 +114,6 @@ def test_a_hugging_face_folder_gives_the_same_texts(tmp_path, capfd, refused):
 
 
 def test_case_07_and_20_the_script_runs_from_any_directory(run, tmp_path):
-    result = subprocess.run([sys.executable, ROOT / "sample.py", f"--out_dir={run}", "--device=cpu", "--start=ab", "--num_samples=1", "--max_new_tokens=2"],
-                            capture_output=True, text=True, cwd=tmp_path)
+    argv = [f"--out_dir={run}", "--device=cpu", "--start=ab", "--num_samples=1", "--max_new_tokens=2"]
+    result = subprocess.run([sys.executable, ROOT / "sample.py", *argv], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.startswith("ab"), result.stderr

@@ -35,7 +35,8 @@ def test_case_29_learning_rate_at_the_corners():
     assert train.lr_at(1000, c) == 1e-3
 
 
-@pytest.mark.parametrize("warmup, decay, iters", [(10, 10, 10), (20, 10, 10), (0, 0, 10), (0, 1, 10), (0, 0, 1), (0, 0, 0), (9, 0, 10), (10, 11, 20), (0, 0, 2)])
+@pytest.mark.parametrize("warmup, decay, iters", [
+    (10, 10, 10), (20, 10, 10), (0, 0, 10), (0, 1, 10), (0, 0, 1), (0, 0, 0), (9, 0, 10), (10, 11, 20), (0, 0, 2)])
 def test_case_06_degenerate_schedules_are_finite_and_in_range(warmup, decay, iters):
     c = options(f"--warmup_iters={warmup}", f"--lr_decay_iters={decay}", f"--max_iters={iters}")
     for step in range(iters + 15):
@@ -46,7 +47,8 @@ def test_accumulation_is_derived():
     assert train.accumulation_steps(16, 4, 1) == 4 and train.accumulation_steps(16, 4, 4) == 1
 
 
-@pytest.mark.parametrize("sizes, words", [((10, 4, 1), ["10", "4", "8 and 12", "--batch_size=2"]), ((6, 4, 2), ["= 8", "8.", "--batch_size=3"]), ((3, 2, 2), ["4."])])
+@pytest.mark.parametrize("sizes, words", [
+    ((10, 4, 1), ["10", "4", "8 and 12", "--batch_size=2"]), ((6, 4, 2), ["= 8", "are: 8;", "--batch_size=3"]), ((3, 2, 2), ["are: 4."])])
 def test_case_30_a_global_batch_that_does_not_divide_names_what_would(sizes, words):
     with pytest.raises(ValueError) as caught:
         train.accumulation_steps(*sizes)
@@ -70,9 +72,11 @@ def test_case_20_and_29_a_short_run_makes_every_update_and_leaves_a_checkpoint(t
     assert len(updates) == 10 and updates[2] == 1e-2 and updates[9] == pytest.approx(6e-5)
     out = tmp_path / "out"
     first, *lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
-    assert first["config"]["max_iters"] == 10 and first["config"]["n_kv_head"] == 2 and first["versions"]["torch"] == torch.__version__ and first["n_params"] > 0
+    assert first["config"]["max_iters"] == 10 and first["config"]["n_kv_head"] == 2
+    assert first["versions"]["torch"] == torch.__version__ and first["n_params"] > 0
     assert [line["lr"] for line in lines if "lr" in line] == updates
-    assert lines[1].keys() == {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu"} and lines[1]["tokens"] == 32 and lines[1]["mfu"] is None
+    assert lines[1].keys() == {"step", "train_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu"}
+    assert lines[1]["tokens"] == 32 and lines[1]["mfu"] is None
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 10]
     assert lines[-1]["val_bpb"] == pytest.approx(lines[-1]["val_loss"] / math.log(2))  # a byte a token in this corpus
     assert lines[-1]["val_loss"] < lines[0]["val_loss"]
@@ -95,7 +99,8 @@ def test_case_28_micro_losses_are_averaged():
         def next_batch(self, step, micro_step):
             return torch.tensor((1.0, 2.0, 3.0, 6.0)[micro_step]), None
     weight = torch.ones((), requires_grad=True)
-    loss = train.accumulate_gradients(lambda x, y: (None, weight * x), Batches(), 0, 4, torch.enable_grad(), torch.amp.GradScaler("cpu", enabled=False))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    loss = train.accumulate_gradients(lambda x, y: (None, weight * x), Batches(), 0, 4, torch.enable_grad(), scaler)
     assert loss == 3.0 and weight.grad == 3.0
 
 
@@ -131,11 +136,11 @@ def test_resuming_takes_what_is_not_given_from_the_run(tiny, tmp_path, capsys):
     assert "max_iters 6 -> 8" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("other, word", [("--block_size=8", "block_size"), ("--n_layer=3", "n_layer"), ("--connector=mhc", "connector"), ("--depth=depth_attention", "depth"), ("--n_loop=2", "n_loop"),
-                                         ("--n_embd=32", "n_embd"), ("--norm_eps=1e-6", "norm_eps"), ("--vocab_size=12", "vocab_size")])
-def test_case_24_another_model_is_not_resumed(tiny, tmp_path, refused, finished, other, word):
+@pytest.mark.parametrize("other", ["--block_size=8", "--n_layer=3", "--connector=mhc", "--depth=depth_attention", "--n_loop=2", "--n_embd=32",
+                                   "--norm_eps=1e-6", "--vocab_size=12"])
+def test_case_24_another_model_is_not_resumed(refused, finished, other):
     message = refused(train.main, [f"--out_dir={finished}", "--init_from=resume", other])
-    assert word in message and "in the checkpoint" in message and str(finished) in message
+    assert other[2:].split("=")[0] in message and "in the checkpoint" in message and str(finished) in message
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +171,8 @@ def test_a_hugging_face_folder_is_trained_further(tiny, tmp_path, corpus, refuse
     train.main([*tiny[3:], f"--init_from={tmp_path / 'folder'}"])
     out, split, stop = tmp_path / "out", shards.open_split(corpus, "val"), types.SimpleNamespace(caught="")
     c = options("--block_size=16", "--device=cpu")
-    assert evaluations(out)[0] == pytest.approx(train.evaluate(model, split, c, train.Ranks(c), torch.no_grad(), stop), abs=1e-6) and evaluations(out)[6] < evaluations(out)[0]
+    expected = train.evaluate(model, split, c, train.Ranks(c), torch.no_grad(), stop)
+    assert evaluations(out)[0] == pytest.approx(expected, abs=1e-6) and evaluations(out)[6] < expected
     config = checkpoint.load(out / "ckpt_last.pt")["config"]
     assert (config["n_layer"], config["vocab_size"], config["block_size"]) == (1, 12, 16)
     hf.export(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=64, vocab_size=9)), tmp_path / "small")
@@ -262,7 +268,8 @@ def test_case_26_a_signal_during_evaluation(tiny, tmp_path, straight, monkeypatc
     assert checkpoint.load(tmp_path / "out" / "ckpt_last.pt")["step"] == 3 and list(evaluations(tmp_path / "out")) == [0]
     train.main([*long, "--init_from=resume"])
     assert losses(tmp_path / "out") == losses(straight) and evaluations(tmp_path / "out") == evaluations(straight)
-    assert same_state(tmp_path / "out" / "ckpt_last.pt", straight / "ckpt_last.pt") and same_state(tmp_path / "out" / "ckpt_best.pt", straight / "ckpt_best.pt")
+    for name in ("ckpt_last.pt", "ckpt_best.pt"):
+        assert same_state(tmp_path / "out" / name, straight / name)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
@@ -294,7 +301,8 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_update(tiny, tmp
 
 
 def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path, refused):
-    message = refused(train.main, [*tiny, "--learning_rate=1e37", "--warmup_iters=0", "--weight_decay=30", "--init_std=30", "--eval_interval=1000", "--save_interval=1"])
+    wild = ["--learning_rate=1e37", "--warmup_iters=0", "--weight_decay=30", "--init_std=30"]
+    message = refused(train.main, [*tiny, *wild, "--eval_interval=1000", "--save_interval=1"])
     assert "step 1" in message and "not finite" in message and "there is no checkpoint yet" in message
     assert not list((tmp_path / "out").glob("*.pt"))
 
@@ -353,29 +361,63 @@ def damage(corpus, kind):
         shards.write_shard(corpus / "train_000000.bin", [1] * 17)
 
 
-BAD_INPUTS = [
-    (["--device=cuda"], ["--device=cuda", "cpu"]), (["--device=gpu"], ["--device=gpu"]), (["--device=mps"], ["mps"]), (["--dtype=fp16"], ["fp16", "bfloat16"]), (["--dtype=float16"], ["float16", "cpu"]),
-    (["--batch_size=0"], ["--batch_size=0"]), (["--batch_size=1.5"], ["1.5", "an int"]), (["--global_batch_size=5"], ["5", "4 and 6"]), (["--global_batch_size=-2"], ["-2"]),
-    (["--max_iters=-1"], ["--max_iters=-1"]), (["--eval_interval=0"], ["--eval_interval=0"]), (["--log_interval=0"], ["--log_interval=0"]), (["--eval_tokens=-1"], ["--eval_tokens"]),
-    (["--learning_rate=-1"], ["--learning_rate"]), (["--learning_rate=nan"], ["--learning_rate"]), (["--min_lr=1"], ["--min_lr=1"]), (["--beta2=1"], ["--beta2"]), (["--grad_clip=-1"], ["--grad_clip"]),
-    (["--warmup_iters=-1"], ["--warmup_iters"]), (["--block_size=0"], ["--block_size=0"]), (["--block_size=1000"], ["1,001", "400"]), (["--n_head=3"], ["n_embd=16", "n_head=3"]), (["--n_layer=0"], ["n_layer=0"]),
-    (["--n_kv_head=3"], ["n_kv_head=3"]), (["--head_dim=3"], ["head_dim=3"]), (["--connector=resnet"], ["connector='resnet'", "mhc"]), (["--depth=deep"], ["depth='deep'", "moda"]), (["--qk_norm=all"], ["qk_norm='all'"]),
-    (["--n_prelude=2"], ["n_prelude=2"]), (["--vocab_size=5"], ["5", "10"]), (["--vocab_size=-1"], ["--vocab_size"]), (["--init_from=nowhere"], ["nowhere"]), (["--init_from=resume"], ["no checkpoint"]),
-    (["--compile=maybe"], ["maybe"]), (["--max_itres=5"], ["--max_iters"]), (["--max_iters", "5"], ["--max_iters=5"]), (["config/quickstrat.py"], ["config/quickstart.py"]), (["--data_dir=nowhere"], ["nowhere"]),
-    (["--grad_bf16=True"], ["--grad_bf16"]),
-]
+# What is typed, and words that the answer must have.
+BAD_INPUTS = """
+    --device=cuda           -> --device=cuda cpu
+    --device=gpu            -> --device=gpu cuda
+    --device=mps            -> --device=mps cpu
+    --dtype=fp16            -> --dtype=fp16 bfloat16
+    --dtype=float16         -> --dtype=float16 cpu
+    --grad_bf16=True        -> --grad_bf16 cpu
+    --compile=maybe         -> --compile=maybe true
+    --batch_size=0          -> --batch_size=0 at least 1
+    --batch_size=1.5        -> --batch_size=1.5 int float
+    --block_size=0          -> --block_size=0 at least 1
+    --block_size=1000       -> 1,001 400 --block_size
+    --global_batch_size=5   -> --global_batch_size=5 4 6
+    --global_batch_size=-2  -> --global_batch_size=-2 negative
+    --max_iters=-1          -> --max_iters=-1 negative
+    --eval_interval=0       -> --eval_interval=0 at least 1
+    --log_interval=0        -> --log_interval=0 at least 1
+    --eval_tokens=-1        -> --eval_tokens=-1 negative
+    --learning_rate=-1      -> --learning_rate=-1 negative
+    --learning_rate=nan     -> --learning_rate=nan finite
+    --min_lr=1              -> --min_lr=1 --learning_rate=0.01
+    --warmup_iters=-1       -> --warmup_iters=-1 negative
+    --beta2=1               -> --beta2=1 below 1
+    --grad_clip=-1          -> --grad_clip=-1 negative
+    --n_layer=0             -> n_layer=0 at least 1
+    --n_head=3              -> n_embd=16 n_head=3
+    --n_kv_head=3           -> n_kv_head=3 n_head=2
+    --head_dim=3            -> head_dim=3 even
+    --n_prelude=2           -> n_prelude=2 n_layer=2
+    --connector=resnet      -> connector resnet mhc
+    --depth=deep            -> depth deep moda
+    --qk_norm=all           -> qk_norm all full
+    --vocab_size=5          -> 5 10 meta.json
+    --vocab_size=-1         -> --vocab_size=-1 negative
+    --init_from=nowhere     -> nowhere folder
+    --init_from=resume      -> no checkpoint ckpt_last.pt
+    --data_dir=nowhere      -> nowhere --data_dir
+    --max_itres=5           -> --max_itres --max_iters
+    --max_iters 5           -> --max_iters=5 equals
+    5                       -> '5' neither
+    config/quickstrat.py    -> config/quickstrat.py config/quickstart.py
+"""
 
 
-@pytest.mark.parametrize("argv, words", BAD_INPUTS, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_cases_06_24_30_31_bad_options_are_refused_and_nothing_is_written(tiny, tmp_path, refused, argv, words):
-    message = refused(train.main, [*tiny, *argv])
-    assert all(word in message for word in words), message
+@pytest.mark.parametrize("case", [" ".join(line.split()) for line in BAD_INPUTS.strip().splitlines()])
+def test_cases_06_24_30_31_bad_options_are_refused_and_nothing_is_written(tiny, tmp_path, refused, case):
+    argv, words = case.split(" -> ")
+    message = refused(train.main, [*tiny, *argv.split()])
+    assert all(word in message for word in words.split()), message
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind, words", [
-    ("empty shard", ["train_000000.bin", "0 bytes"]), ("odd shard", ["train_000000.bin", "even"]), ("short shard", ["3,600", "488"]), ("wrong magic", ["val_000000.bin", "20240520", "20240521"]),
-    ("short val", ["val_000000.bin", "17", "16"]), ("no shards", ["train*.bin"]), ("no vocabulary", ["--vocab_size"]), ("broken meta", ["meta.json"]), ("stale meta", ["9", "7", "meta.json"])])
+    ("empty shard", ["train_000000.bin", "0 bytes"]), ("odd shard", ["train_000000.bin", "even"]), ("short shard", ["3,600", "488"]),
+    ("wrong magic", ["val_000000.bin", "20240520", "20240521"]), ("short val", ["val_000000.bin", "17", "16"]), ("no shards", ["train*.bin"]),
+    ("no vocabulary", ["--vocab_size"]), ("broken meta", ["meta.json"]), ("stale meta", ["9", "7", "meta.json"])])
 def test_cases_09_10_11_bad_data_is_refused_and_nothing_is_written(tiny, own_corpus, tmp_path, refused, kind, words):
     damage(own_corpus, kind)
     message = refused(train.main, [*tiny, f"--data_dir={own_corpus}"])
@@ -411,8 +453,8 @@ def wandb(monkeypatch):
     """A stand-in that records what it is given."""
     fake = types.ModuleType("wandb")
     fake.__spec__ = importlib.util.spec_from_loader("wandb", None)
-    fake.runs, fake.api = [], types.SimpleNamespace(api_key="key")
-    fake.util = types.SimpleNamespace(generate_id=lambda: "id1")
+    fake.runs, fake.key = [], "key"
+    fake.login = lambda prompt, verify: bool(fake.key)
     fake.Settings = lambda **settings: settings
 
     def init(**settings):
@@ -426,10 +468,10 @@ def wandb(monkeypatch):
 
 def test_wandb_gets_the_log_and_a_resumed_run_continues_its_curve(tiny, tmp_path, wandb):
     train.main([*tiny, "--wandb_log=True", "--max_iters=3"])
-    wandb.util.generate_id = lambda: "id2"
     train.main([*tiny, "--wandb_log=True", "--init_from=resume"])
     first, second = wandb.runs
-    assert first["id"] == second["id"] == "id1" and first["mode"] == "online" and second["resume"] == "allow" and first["config"]["config"]["n_layer"] == 2
+    assert first["id"] == second["id"] != "" and second["resume"] == "allow"
+    assert first["mode"] == "online" and first["config"]["config"]["n_layer"] == 2
     assert [step for step, line in first["lines"] + second["lines"] if "train_loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
@@ -438,7 +480,7 @@ def test_case_33_trouble_with_wandb_costs_one_warning(tiny, tmp_path, wandb, mon
     if trouble == "absent":
         monkeypatch.setitem(sys.modules, "wandb", None)
     if trouble == "not logged in":
-        wandb.api.api_key = None
+        wandb.key = ""
     if trouble == "fails":
         def init(**settings):
             raise RuntimeError("no network")
