@@ -100,10 +100,10 @@ def defined_attention_inputs(qkv, q_weight, k_weight, cos, sin, H, G, eps, k_nor
 # query heads, KV heads, head_dim, T, sources, k norm after RoPE, weights of q and k
 @pytest.mark.parametrize("H, G, D, T, N, last, normed, dtype", [
     (2, 2, 32, 3, 0, False, (True, True), torch.float32),
-    (4, 2, 12, 5, 0, True, (True, True), torch.bfloat16),
+    (8, 1, 12, 5, 0, True, (True, True), torch.bfloat16),
     (4, 1, 64, 3, 1, False, (True, True), torch.bfloat16),
     (6, 3, 12, 5, 2, True, (True, True), torch.float32),
-    (2, 1, 80, 3, 3, True, (False, False), torch.float16),
+    (3, 1, 80, 3, 3, True, (False, False), torch.float16),
     (2, 2, 12, 1, 4, False, (False, True), torch.float32),
     (2, 1, 128, 2, 0, False, (True, False), torch.float32),
 ])
