@@ -1,5 +1,5 @@
 # Attention residuals as the Depth-Attention reference has them: each sub-layer reads a softmax over snapshots of the stream.
-# All but the lines of the method is config/vanilla_410m.py, so that the runs differ in the method alone.
+# Everything but the lines of the method is as in config/vanilla_410m.py, so that the runs differ in the method alone.
 #     torchrun --standalone --nproc_per_node=8 train.py config/attnres_410m.py --init_from=auto
 out_dir = "out/attnres_410m"
 

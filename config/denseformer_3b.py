@@ -1,5 +1,5 @@
 # DenseFormer (arXiv 2402.02622): each layer's input is a learned average of all earlier layers' outputs.
-# All but the lines of the method is config/vanilla_3b.py, so that the runs differ in the method alone.
+# Everything but the lines of the method is as in config/vanilla_3b.py, so that the runs differ in the method alone.
 #     torchrun --standalone --nproc_per_node=8 train.py config/denseformer_3b.py --init_from=auto
 out_dir = "out/denseformer_3b"
 
@@ -20,9 +20,9 @@ connector = "denseformer"
 denseformer_dilation = 1  # 1x1 as in the reference's configs; the paper recommends dilation 4, period 5
 denseformer_period = 1
 
-# recipe: the 3B yaml files (1024 sequences of 2048 a step, AdamW 0.9/0.95, decay 0.1, 1e-3 to 10 % along a cosine, warm-up 2 %, clipping at 1, seed 42),
-# 4 sequences a device and micro-step. They run one epoch of smallpile, whose size they do not say; at the about 26B tokens that the same group's
-# sister project reads of it, that is 12,500 steps.
+# recipe: the 3B yaml files (1024 sequences of 2048 a step, AdamW 0.9/0.95, decay 0.1, 1e-3 to 10 % along a cosine, warm-up 2 %, clipping at 1,
+# seed 42), 4 sequences a device and micro-step. They run one epoch of smallpile, whose size they do not say; at the about 26B tokens that the
+# same group's sister project reads of it, that is 12,500 steps.
 data_dir = "data/smallpile"
 batch_size = 4
 global_batch_size = 1024

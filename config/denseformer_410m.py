@@ -1,5 +1,5 @@
 # DenseFormer (arXiv 2402.02622): each layer's input is a learned average of all earlier layers' outputs.
-# All but the lines of the method is config/vanilla_410m.py, so that the runs differ in the method alone.
+# Everything but the lines of the method is as in config/vanilla_410m.py, so that the runs differ in the method alone.
 #     torchrun --standalone --nproc_per_node=8 train.py config/denseformer_410m.py --init_from=auto
 out_dir = "out/denseformer_410m"
 

@@ -1,5 +1,5 @@
 # Depth-Attention (arXiv 2606.05014): attention reads values mixed across depth.
-# All but the lines of the method is config/vanilla_410m.py, so that the runs differ in the method alone.
+# Everything but the lines of the method is as in config/vanilla_410m.py, so that the runs differ in the method alone.
 #     torchrun --standalone --nproc_per_node=8 train.py config/depth_410m.py --init_from=auto
 out_dir = "out/depth_410m"
 

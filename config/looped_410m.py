@@ -1,8 +1,9 @@
 # A looped Depth-Attention decoder with the compute of config/depth_410m.py and about half of its weights: 16 layers, run twice.
 #     torchrun --standalone --nproc_per_node=8 train.py config/looped_410m.py --init_from=auto
-# From the paper (arXiv 2606.05014): that its gains extend to looped Transformers. It does not say how many loops, what is shared or which layers are sources,
-# so these are our choice: the whole stack loops, every pass of a layer is a virtual layer with its own keys and values, and half of the 16 layers is the
-# stride in virtual units, which gives each pass the sources of the unlooped model and adds those of the pass before (layers 0, 8, 16 and 24 of 32).
+# The paper (arXiv 2606.05014) says that its gains extend to looped Transformers. It does not say how many loops, what is shared or which layers
+# are sources, so these are our choice: the whole stack loops, every pass of a layer is a virtual layer with its own keys and values, and the stride
+# in virtual units is half of the 16 layers, which gives each pass the sources of the unlooped model and adds those of the pass before
+# (virtual layers 0, 8, 16 and 24 of 32).
 out_dir = "out/looped_410m"
 
 # shape: config/depth_410m.py's with half of the layers, each run twice

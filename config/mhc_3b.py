@@ -1,5 +1,5 @@
 # Manifold-constrained hyper-connections (arXiv 2512.24880) as the Depth-Attention reference has them.
-# All but the lines of the method is config/vanilla_3b.py, so that the runs differ in the method alone.
+# Everything but the lines of the method is as in config/vanilla_3b.py, so that the runs differ in the method alone.
 #     torchrun --standalone --nproc_per_node=8 train.py config/mhc_3b.py --init_from=auto
 out_dir = "out/mhc_3b"
 
@@ -21,9 +21,9 @@ mhc_num_streams = 4
 mhc_sinkhorn_iters = 20
 mhc_alpha_init = 0.01
 
-# recipe: the 3B yaml files (1024 sequences of 2048 a step, AdamW 0.9/0.95, decay 0.1, 1e-3 to 10 % along a cosine, warm-up 2 %, clipping at 1, seed 42),
-# 4 sequences a device and micro-step. They run one epoch of smallpile, whose size they do not say; at the about 26B tokens that the same group's
-# sister project reads of it, that is 12,500 steps.
+# recipe: the 3B yaml files (1024 sequences of 2048 a step, AdamW 0.9/0.95, decay 0.1, 1e-3 to 10 % along a cosine, warm-up 2 %, clipping at 1,
+# seed 42), 4 sequences a device and micro-step. They run one epoch of smallpile, whose size they do not say; at the about 26B tokens that the
+# same group's sister project reads of it, that is 12,500 steps.
 data_dir = "data/smallpile"
 batch_size = 4
 global_batch_size = 1024

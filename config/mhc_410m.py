@@ -1,5 +1,5 @@
 # Manifold-constrained hyper-connections (arXiv 2512.24880) as the Depth-Attention reference has them.
-# All but the lines of the method is config/vanilla_410m.py, so that the runs differ in the method alone.
+# Everything but the lines of the method is as in config/vanilla_410m.py, so that the runs differ in the method alone.
 #     torchrun --standalone --nproc_per_node=8 train.py config/mhc_410m.py --init_from=auto
 out_dir = "out/mhc_410m"
 

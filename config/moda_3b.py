@@ -1,5 +1,5 @@
-# Mixture-of-Depths Attention (arXiv 2603.15619) on the 3B shape of the comparison. The paper has no such model; shape and recipe are the other methods'.
-# All but the lines of the method is config/vanilla_3b.py, so that the runs differ in the method alone.
+# Mixture-of-Depths Attention (arXiv 2603.15619) on the 3B shape of the comparison. The paper has no such model: shape and recipe are those of the
+# other methods. Everything but the lines of the method is as in config/vanilla_3b.py, so that the runs differ in the method alone.
 #     torchrun --standalone --nproc_per_node=8 train.py config/moda_3b.py --init_from=auto
 out_dir = "out/moda_3b"
 
@@ -19,9 +19,9 @@ qk_norm = "head"
 depth = "moda"
 moda_ffn_kv = True
 
-# recipe: the 3B yaml files (1024 sequences of 2048 a step, AdamW 0.9/0.95, decay 0.1, 1e-3 to 10 % along a cosine, warm-up 2 %, clipping at 1, seed 42),
-# 2 sequences a device and micro-step here (theirs take 4; the depth keys and values need the memory). They run one epoch of smallpile, whose size they do not say; at the about 26B tokens that the same group's
-# sister project reads of it, that is 12,500 steps.
+# recipe: the 3B yaml files (1024 sequences of 2048 a step, AdamW 0.9/0.95, decay 0.1, 1e-3 to 10 % along a cosine, warm-up 2 %, clipping at 1,
+# seed 42), 2 sequences a device and micro-step here (theirs take 4; the depth keys and values need the memory). They run one epoch of smallpile,
+# whose size they do not say; at the about 26B tokens that the same group's sister project reads of it, that is 12,500 steps.
 data_dir = "data/smallpile"
 batch_size = 2
 global_batch_size = 1024

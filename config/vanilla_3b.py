@@ -16,9 +16,9 @@ norm_eps = 1e-5
 init_std = 0.01
 qk_norm = "head"  # norm before RoPE (Qwen3) in all of these configs; for this method the reference's code rotates keys first (k_norm_after_rope)
 
-# recipe: the 3B yaml files (1024 sequences of 2048 a step, AdamW 0.9/0.95, decay 0.1, 1e-3 to 10 % along a cosine, warm-up 2 %, clipping at 1, seed 42),
-# 4 sequences a device and micro-step. They run one epoch of smallpile, whose size they do not say; at the about 26B tokens that the same group's
-# sister project reads of it, that is 12,500 steps.
+# recipe: the 3B yaml files (1024 sequences of 2048 a step, AdamW 0.9/0.95, decay 0.1, 1e-3 to 10 % along a cosine, warm-up 2 %, clipping at 1,
+# seed 42), 4 sequences a device and micro-step. They run one epoch of smallpile, whose size they do not say; at the about 26B tokens that the
+# same group's sister project reads of it, that is 12,500 steps.
 data_dir = "data/smallpile"
 batch_size = 4
 global_batch_size = 1024
