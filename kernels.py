@@ -30,7 +30,7 @@ SETTINGS = {
     "moda_backward": (2, 1, 16, 2, 168),
     "attnres_forward": (1, 32, 3),
     "attnres_backward": (1, 32, 8, 3),
-    "weighted_sum": (8, 8, 1),
+    "average": (8, 8, 1),
     "average_backward": (8, 8, 1),
 }
 
@@ -1400,7 +1400,7 @@ def attnres_mix(sources, query, eps, bias=None):
 
 
 @triton.jit(do_not_specialize=["n_sources"])
-def _weighted_sum_forward_kernel(table, n_sources, weights, out, n_elements, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr):
+def _average_kernel(table, n_sources, weights, out, n_elements, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for i in tl.range(0, n_sources, num_stages=STAGES):
@@ -1409,69 +1409,16 @@ def _weighted_sum_forward_kernel(table, n_sources, weights, out, n_elements, BLO
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=place < n_elements)
 
 
-@triton.jit(do_not_specialize=["n_sources"])
-def _weighted_sum_backward_kernel(table, n_sources, weights, dout, dweights, n_elements, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-                                  ALIGN: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < n_elements
-    g = tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
-    for i in tl.range(0, n_sources, num_stages=STAGES):
-        s = tl.load(_pointer(table, 3 * i, dout, ALIGN) + place, mask=mask, other=0.0).to(tl.float32)
-        ds = _pointer(table, 3 * i + 1, dout, ALIGN) + place
-        filled = tl.where(tl.load(table + 3 * i + 2) != 0, n_elements, 0)
-        before = tl.load(ds, mask=place < filled, other=0.0).to(tl.float32)
-        tl.store(ds, (before + tl.load(weights + i).to(tl.float32) * g).to(dout.dtype.element_ty), mask=mask)
-        tl.store(dweights + i * tl.num_programs(0) + tl.program_id(0), tl.sum(g * s, 0))
-
-
 @_operator()
-def _weighted_sum_forward(sources: list[Tensor], weights: Tensor, launch: bool) -> Tensor:
+def _average_forward(sources: list[Tensor], weights: Tensor, launch: bool) -> Tensor:
     out = torch.empty_like(sources[-1])
     if launch:
-        warps, elements, stages = SETTINGS["weighted_sum"]
+        warps, elements, stages = SETTINGS["average"]
         block = warps * 32 * elements
         table, align = _source_table(out.device, sources)
-        _weighted_sum_forward_kernel[(_ceil_div(out.numel(), block),)](
+        _average_kernel[(_ceil_div(out.numel(), block),)](
             table, len(sources), weights.contiguous(), out, out.numel(), block, stages, align, num_warps=warps)
     return out
-
-
-@_operator("grads")
-def _weighted_sum_backward(sources: list[Tensor], weights: Tensor, dout: Tensor, grads: list[Tensor], filled: list[int], launch: bool) -> Tensor:
-    """Gradient of the weights [n] in float32; the sources' are stored in grads, or added there where `filled`."""
-    warps, elements, stages = SETTINGS["weighted_sum"]
-    block = warps * 32 * elements
-    programs = _ceil_div(dout.numel(), block)
-    dweights = torch.empty(len(sources), programs, device=dout.device, dtype=torch.float32)
-    if launch:
-        table, align = _source_table(dout.device, sources, grads, _where_filled(grads, filled))
-        _weighted_sum_backward_kernel[(programs,)](
-            table, len(sources), weights.contiguous(), dout.contiguous(), dweights, dout.numel(), block, stages, align, num_warps=warps)
-    return dweights.sum(1)
-
-
-class _WeightedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weights, grads, *sources):
-        ctx.save_for_backward(weights, *sources)
-        ctx.grads = grads
-        return _weighted_sum_forward(list(sources), weights)
-
-    @staticmethod
-    def backward(ctx, dout):
-        weights, *sources = ctx.saved_tensors
-        buffers, filled, grads = _state_buffers(ctx.grads, sources)
-        dweights = _weighted_sum_backward(sources, weights, dout, buffers, filled)
-        return dweights.to(weights.dtype), None, *grads
-
-
-def weighted_sum(sources, weights):
-    """sum_i weights[i] s_i of n sources [..., C] and weights [n]: DenseFormer's depth-weighted average (arXiv 2402.02622). Sources: tensors, or
-    states from `keep`. Returns [..., C]."""
-    tensors, grads = _states(sources)
-    if weights.shape != (len(tensors),):
-        raise ValueError(f"{len(tensors)} sources and weights of shape {list(weights.shape)} were given; expected one weight for each source")
-    return _WeightedSum.apply(weights, grads, *tensors)
 
 
 # DenseFormer's averages t = 1..M all read the embedding X_0 and every earlier layer's output. With gradients added reader by reader, each of
@@ -1540,7 +1487,7 @@ class _Average(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights, first, sources, *tensors):
         ctx.first, ctx.readers = first, [s.readers for s in sources]
-        return _weighted_sum_forward(list(tensors), weights[first:first + len(tensors)])
+        return _average_forward(list(tensors), weights[first:first + len(tensors)])
 
     @staticmethod
     def backward(ctx, dout):

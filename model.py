@@ -520,14 +520,22 @@ class DenseFormer(Residual):
         self.alpha = nn.Parameter(torch.cat(rows) if rows else torch.zeros(0), requires_grad=bool(rows))
 
     def start(self, x):
-        return x, None, ([x], self.alpha.split(self.lengths))
+        x, source = self.source(x)
+        return x, None, [source]
 
     def end_layer(self, state, m):
-        x, u, (history, rows) = state
-        history.append(x + u)
-        t = m + 1
-        y = weighted_sum(history[t % self.dilation::self.dilation], rows[m]) if self.lengths[m] else history[t]
-        return y, None, (history, rows)
+        x, u, history = state
+        x, source = self.source(x + u)
+        history, t, n, first = history + [source], m + 1, self.lengths[m], sum(self.lengths[:m])
+        if n:
+            sources, kernels = history[t % self.dilation::self.dilation], fused(x)
+            x = kernels.average(sources, first) if kernels else weighted_sum(sources, self.alpha[first:first + n])
+        return x, None, history
+
+    def source(self, x):
+        """(x, source): the stream and what averages read of it, which gathers their gradients in one pass where the kernels run."""
+        kernels = fused(x)
+        return kernels.average_source(x, self.alpha) if kernels else (x, x)
 
     def flops(self, config):
         return 0, 2 * config.n_embd * sum(self.lengths)
@@ -535,8 +543,6 @@ class DenseFormer(Residual):
 
 def weighted_sum(sources, weights):
     """sum_i weights[i] * sources[i] for n tensors of one shape and weights [n]."""
-    if kernels := fused(sources[0]):
-        return kernels.weighted_sum(sources, weights)
     return sum(w.type_as(x) * x for w, x in zip(weights, sources))
 
 
@@ -560,7 +566,8 @@ class AttnRes(Residual):
         self.final = Aggregator(config, self.snapshots)
 
     def start(self, x):
-        return x if self.snapshots else None, [x], 0
+        x, source = keep(x)
+        return x if self.snapshots else None, [source], 0
 
     def read(self, state, site, norm):
         x, sources, c = state
@@ -569,26 +576,35 @@ class AttnRes(Residual):
     def write(self, carry, u, site):
         x, sources, c = carry
         x, c = u if x is None else x + u, c + 1
-        if not self.snapshots and c >= self.block_size:
-            return None, sources + [x], 0
-        return x, sources, c
+        return self.commit(x, sources, c) if not self.snapshots else (x, sources, c)
 
     def end_layer(self, state, m):
-        x, sources, c = state
-        return (x, sources + [x], 0) if self.snapshots and c >= self.block_size else state
+        return self.commit(*state) if self.snapshots else state
+
+    def commit(self, x, sources, c):
+        """The state with x among the sources if its block is full."""
+        if c < self.block_size:
+            return x, sources, c
+        x, source = keep(x)
+        return x if self.snapshots else None, sources + [source], 0
 
     def finish(self, state, norm):
         return self.read(state, self.final, norm)[0]
 
     def flops(self, config):
-        reads, sources, state = 0, 0, self.start(0)
-        for m in range(len(config.virtual_layers)):
-            for _ in range(2):
-                reads += len(state[1]) + (state[0] is not None)
-                state = self.write(state, 0, None)
-            state = self.end_layer(state, m)
-        reads += len(state[1]) + (state[0] is not None)
+        reads, sources, c, running = 0, 1, 0, self.snapshots
+        for sub_layer in range(2 * len(config.virtual_layers)):
+            reads, c, running = reads + sources + running, c + 1, True
+            if c >= self.block_size and (sub_layer % 2 or not self.snapshots):
+                sources, c, running = sources + 1, 0, self.snapshots
+        reads += sources + running
         return 0, 6 * config.n_embd * reads  # per source: mean square, dot, weighted sum
+
+
+def keep(x):
+    """(x, source): the stream and what aggregators read of it; like `publish`, for a state [B,T,C]."""
+    kernels = fused(x)
+    return kernels.keep(x) if kernels else (x, x)
 
 
 class Aggregator(nn.Module):
@@ -599,9 +615,9 @@ class Aggregator(nn.Module):
         self.recency_bias = nn.Parameter(torch.tensor(config.attnres_recency_bias_init)) if bias else None
 
     def forward(self, sources):
-        """n sources [B,T,C], the current one last -> their mix [B,T,C]."""
+        """n sources of `keep`, the current state [B,T,C] last -> their mix [B,T,C]."""
         query = self.pseudo_query * self.norm.weight
-        if kernels := fused(sources[0]):
+        if kernels := fused(query):
             return kernels.attnres_mix(sources, query, self.norm.eps, self.recency_bias)
         scores = []
         for s in sources:

@@ -4,9 +4,11 @@ What a training run needs, before it is started: the memory of each GPU and the 
 `python bench.py config/depth_3b.py --plan` prints it. Activations are counted tensor by tensor, as model.py and kernels.py keep them for the backward
 pass under bfloat16 autocast on CUDA; a test holds the count against what autograd really saves. Sizes are in bytes, GB are 10^9 of them.
 """
+import math
+
 import torch
 
-from model import GPT
+from model import GPT, GPTConfig
 
 CARDS = (80, 141)  # nominal GB, of H100 and A100 and of H200; what they have beyond it (6 %) is left to CUDA's context, NCCL and the allocator's gaps
 LOGITS = 2**29  # elements of a chunk of logits, as in model.LinearCrossEntropy on CUDA
@@ -137,3 +139,41 @@ def sentences(model, batch_size, peak_flops, mfu, train_tokens=0, grad_checkpoin
         text += f" At {100 * mfu:g} % of {world_size} x {peak_flops / 1e12:,.0f} TFLOP/s that is {speed:,.0f} tokens/s"
         text += f"; {train_tokens / 1e9:.3g}B tokens take {train_tokens / speed / 86400:.3g} days." if train_tokens else "."
     return found + [text]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what each method adds to a vanilla Transformer: the README's table
+
+COMPARED = {"vanilla": {}, "Depth-Attention, stride L/2": dict(depth="depth_attention"), "Depth-Attention, stride 4": dict(depth="depth_attention", depth_stride=4),
+            "MoDA": dict(depth="moda"), "MoDA without FFN slots": dict(depth="moda", moda_ffn_kv=False), "DenseFormer": dict(connector="denseformer"),
+            "AttnRes, blocks of 12 sub-layers": dict(connector="attnres"), "mHC, 4 streams": dict(connector="mhc"), "looped twice": dict(n_loop=2)}
+SHAPE = dict(n_layer=32, n_head=16, n_kv_head=4, n_embd=1024, n_inner=2816, block_size=2048, vocab_size=50304)  # config/vanilla_410m.py
+
+
+def passed_up(model):
+    """Numbers a token that one layer hands to later ones besides a residual stream of width C. They live within a forward pass; none is cached."""
+    c, M, kv = model.config, len(model.order), 2 * model.config.n_kv_head * model.config.head_dim
+    if c.depth == "depth_attention":
+        return kv * len(model.depth.read_later)
+    if c.depth == "moda":
+        return kv * sum(1 + (model.layers[l].ffn_kv is not None) for l in model.order[:-1])
+    sources = {"denseformer": M, "attnres": 1 + 2 * M // (2 * math.ceil(c.attnres_block_size / 2)), "mhc": c.mhc_num_streams - 1}
+    return c.n_embd * sources.get(c.connector, 0)
+
+
+def method_table():
+    """The README's table of methods as lines of Markdown, every number computed from the model on the meta device."""
+    vanilla = skeleton(GPTConfig(**SHAPE))
+    T, lines = vanilla.config.block_size, ["| method | parameters | FLOPs a token | KV cache a token | passed up the layers, a token |", "|---|---|---|---|---|"]
+    for name, fields in COMPARED.items():
+        model = skeleton(GPTConfig(**SHAPE | fields))
+        more = model.num_params() - vanilla.num_params()
+        flops = model.flops_per_token(T) / vanilla.flops_per_token(T) - 1
+        cache = 2 * 2 * len(model.order) * model.config.n_kv_head * model.config.head_dim / 1024
+        cells = (f"{vanilla.num_params():,}", f"{vanilla.flops_per_token(T) / 1e9:.2f} G") if model.config == vanilla.config else (f"+{more:,}", f"+{100 * flops:.2f} %")
+        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {cache:.0f} KiB | {passed_up(model):,} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print(*method_table(), sep="\n")

@@ -249,22 +249,11 @@ def test_attnres_mix(n, shape, biased):
         assert error(grad, grad64) < 5e-6 or grad64.norm() < 1e-12 and grad.norm() < 1e-4  # one source: its score has no gradient
 
 
-@pytest.mark.parametrize("n, shape", [(1, (5,)), (3, (2, 3, 40)), (17, (2, 1030))])
-def test_weighted_sum(n, shape):
-    torch.manual_seed(8)
-    inputs = [torch.randn(shape, device=DEVICE) for _ in range(n)] + [torch.randn(n, device=DEVICE)]
-    do = torch.randn(shape, device=DEVICE)
-    out, grads = gradients(lambda *x: kernels.weighted_sum(x[:n], x[n]), inputs, do)
-    out64, grads64 = gradients(lambda *x: sum(w * s for w, s in zip(x[n], x[:n], strict=True)), [x.double() for x in inputs], do)
-    assert max(error(x, y) for x, y in zip((out, *grads), (out64, *grads64), strict=True)) < 2e-6
-
-
-@pytest.mark.parametrize("reader", ["attnres", "denseformer"])
-def test_states_give_autograds_gradients(reader):
+def test_states_give_autograds_gradients():
     """Layers that read all earlier states, as tensors and as states into whose buffers the gradients are added."""
     torch.manual_seed(9)
     weights = [torch.randn(32, 32, device=DEVICE) / 6 for _ in range(3)]
-    reads = [torch.randn(32 if reader == "attnres" else i + 1, device=DEVICE) / 4 for i in range(3)]
+    reads = [torch.randn(32, device=DEVICE) / 4 for _ in range(3)]
     x = torch.randn(3, 32, device=DEVICE)
 
     def run(dtype, in_place):
@@ -277,9 +266,9 @@ def test_states_give_autograds_gradients(reader):
                 h, state = kernels.keep(h)
             sources = history + [h]
             if dtype == torch.float64:
-                y = attnres_reference(read, None, 1e-6, sources) if reader == "attnres" else sum(r * s for r, s in zip(read, sources, strict=True))
+                y = attnres_reference(read, None, 1e-6, sources)
             else:
-                y = kernels.attnres_mix(sources, read, 1e-6) if reader == "attnres" else kernels.weighted_sum(sources, read)
+                y = kernels.attnres_mix(sources, read, 1e-6)
             history.append(state)
             h = h + torch.tanh(y @ weight)
         return torch.autograd.grad(h.square().sum(), leaves)
@@ -322,8 +311,6 @@ def test_averages_gather_the_gradients_of_all_readers(dilation, period):
 def test_connectors_refuse_sources_that_do_not_match():
     x = torch.randn(3, 32, device=DEVICE)
     with pytest.raises(ValueError, match="one shape"):
-        kernels.weighted_sum([x, x[:2]], x[0, :2])
-    with pytest.raises(ValueError, match="one weight for each source"):
-        kernels.weighted_sum([x, x], x[0, :3])
+        kernels.attnres_mix([x, x[:2]], x[0], 1e-6)
     with pytest.raises(ValueError, match="a weight for each"):
         kernels.average([kernels.average_source(x, x[0])[1]] * 2, 31)
