@@ -368,6 +368,7 @@ def assemble(c, listed, batch_size, device, autocast):
     compiled = c.compile and (device.type == "cuda" or "compile" in c.given)
     if compiled:
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # several models share the code of a layer
+        torch._dynamo.config.automatic_dynamic_shapes = False  # or the check's small model would turn the code that is timed into one for any shape
     contenders, failed = [], []
     batches = random_batches(4, batch_size, listed[0][1], device)
     makers = [(label, config, lambda label=label, config=config: [build(label, config, autocast, device, contenders[0] if contenders else None, c.grad_checkpoint)])
@@ -650,6 +651,12 @@ def depth_cases(c, device, dtype):
     for n in (9, 33):
         cases.append(Case(f"average, {n} sources", lambda *x: fused.average([fused.average_source(s, x[-1])[1] for s in x[:-1]], 0),
                           lambda *x: sum(w * s for w, s in zip(x[-1], x)), lambda B, T, n=n: tensors(n, B, T, C) + [weight(n, 1.0)], (n + 1) * C, 3 * n * C, ("average",)))
+
+    def averages(x, w):  # of one source each: its gradient is gathered from all of them in one pass
+        x, source = fused.average_source(x, w)
+        return x, *(fused.average([source], i) for i in range(len(w)))
+    cases.append(Case("average, a source of 32", averages, lambda x, w: (x, *(w_i * x for w_i in w)), lambda B, T: tensors(1, B, T, C) + [weight(32, 1.0)],
+                      2 * 32 * C, (32 + 3) * C, ("average_backward",)))
     return cases
 
 

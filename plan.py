@@ -96,14 +96,14 @@ def peak_memory(model, batch_size, world_size=1, micro_steps=1, zero1=False, gra
     c, tokens, n, head = model.config, batch_size * model.config.block_size, model.num_params(), model.head_weight.numel()
     saved = activations(model, tokens, grad_checkpoint)
     casts = 2 * sum(p.numel() for module in (model.layers, model.connector) for p in module.parameters() if p.ndim == 2)
-    chunk = min(tokens, max(16, LOGITS // c.vocab_size))
+    rows = min(tokens, 2 * max(16, LOGITS // c.vocab_size))  # of logits: a chunk is made while the one before is still there
     held = {"parameters": 4 * n, "AdamW's moments": 8 * n // (world_size if zero1 else 1)}
     keeps_gradients = world_size > 1 or micro_steps > 1
     if keeps_gradients:
         held["gradients"] = 4 * n
     passing = {"gradients of activations": 2 * tokens * 3 * (c.n_inner + c.n_embd) + tokens * reader_gradients(model)}
     forward = {kind: size for kind, size in saved.items() if kind != "one layer, computed again"}
-    forward |= {"weights in bfloat16": casts + 2 * head, "logits": 2 * chunk * c.vocab_size, "gradient of the head": (4 + 2) * head}
+    forward |= {"weights in bfloat16": casts + 2 * head, "logits": 2 * rows * c.vocab_size, "gradient of the head": (4 + 2) * head}
     begin = saved | {"weights in bfloat16": casts, "gradient of the head": 4 * head} | passing
     end = passing | ({} if keeps_gradients else {"gradients": 4 * n})
     return held | max((forward, begin, end), key=lambda moment: sum(moment.values()))
