@@ -726,8 +726,11 @@ def kernel_row(case, B, T, dtype, bandwidth, device):
             "its floor": floors[1] if backward else None, "% of that": 100 * floors[1] / backward if backward else None}
 
 
-def attention_rows(c, B, T, device, dtype):
-    """Attention over the sequence as the model runs it, and MoDA's of B=1, 8 groups of 8 heads of 64 and 64 slots, each with SDPA without depth beside it."""
+def attention_rows(c, B, T, bandwidth, device, dtype):
+    """
+    Attention over the sequence as the model runs it, and MoDA's of B=1, 8 groups of 8 heads of 64 and 64 slots, each with SDPA without depth beside it. MoDA's
+    floors are those of the depth slots' part, which is the time that the slots add: read, or read and their gradients written, besides q, o and their gradients.
+    """
     import kernels as fused
 
     def sdpa(q, k, v):
@@ -735,9 +738,15 @@ def attention_rows(c, B, T, device, dtype):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     def row(name, function, inputs):
-        pairs = [both_ms(f, x, device) for f, x in ((function, inputs), (sdpa, inputs[:3]))]
-        return {"kernel": name, "tokens": inputs[0].shape[0] * inputs[0].shape[2], "forward ms": pairs[0][0], "backward ms": pairs[0][1],
-                "SDPA forward": pairs[1][0], "SDPA backward": pairs[1][1], "times SDPA": sum(pairs[0]) / sum(pairs[1])}
+        own, plain = both_ms(function, inputs, device), both_ms(sdpa, inputs[:3], device)
+        found = {"kernel": name, "tokens": inputs[0].shape[0] * inputs[0].shape[2], "forward ms": own[0], "backward ms": own[1],
+                 "SDPA forward": plain[0], "SDPA backward": plain[1], "times SDPA": sum(own) / sum(plain)}
+        if len(inputs) > 3:
+            alone, slots, q = both_ms(function, inputs[:3], device), sum(x.nbytes for x in inputs[3:]), inputs[0].nbytes
+            lse = 4 * inputs[0].numel() / inputs[0].shape[-1]
+            floors = [1000 * moved / bandwidth for moved in (slots + 3 * q + 2 * lse, 2 * slots + 5 * q + lse)]
+            found |= {"floor": floors[0], "% of its speed": 100 * floors[0] / (own[0] - alone[0]), "its floor": floors[1], "% of that": 100 * floors[1] / (own[1] - alone[1])}
+        return found
 
     heads = lambda B, T, n, D: torch.randn(B, T, n, D, device=device).to(dtype).transpose(1, 2)
     yield row("attention", definitions.attention, [heads(B, T, n, c.head_dim) for n in (c.n_head, c.n_kv_head, c.n_kv_head)])
@@ -792,7 +801,10 @@ def kernel_table(c, device, _):
             notes += best_settings(case, B, T, device) if c.sweep else []
         except (ValueError, torch.OutOfMemoryError) as error:
             failed.append(str(error))
-    rows += attention_rows(config, B, T, device, dtype)
+    try:
+        rows += attention_rows(config, B, T, bandwidth, device, dtype)
+    except torch.OutOfMemoryError:
+        failed.append("The device's memory is too small for the longest of MoDA's sequences.")
     title = f"Kernels, shape {name}: {B} x {T} tokens, {c.dtype}; copies run at {bandwidth / 1e9:,.0f} GB/s, which makes the floors (ms)"
     return title, rows, notes, failed
 
