@@ -122,12 +122,13 @@ def test_a_wrong_method_is_not_timed_and_the_others_are(tmp_path, monkeypatch):
 
 
 def test_wrong_decoding_is_refused(monkeypatch):
-    config = GPTConfig(**TINY, depth="depth_attention")
-    bench.check_decoding("depth_attention", config, CPU)
+    check = functools.partial(bench.check_decoding, "depth_attention", GPTConfig(**TINY | dict(block_size=48), depth="depth_attention"))
+    check(bench.contextlib.nullcontext(), torch.float32, CPU)
+    check(torch.autocast("cpu", torch.bfloat16), torch.bfloat16, CPU)
     right = definitions.KVSlot.append
     monkeypatch.setattr(definitions.KVSlot, "append", lambda self, k, v: right(self, k, v.flip(1)))
-    with pytest.raises(ValueError, match="with the cache differs"):
-        bench.check_decoding("depth_attention", config, CPU)
+    with pytest.raises(ValueError, match="generation gives a token whose logit is"):
+        check(bench.contextlib.nullcontext(), torch.float32, CPU)
 
 
 def test_a_wrong_kernel_is_refused(monkeypatch):
@@ -175,7 +176,7 @@ def test_kinds_of_kernels(kernel, kind):
 # ----------------------------------------------------------------------------------------------------------------------
 # the plan
 
-WIDE = dict(n_layer=6, n_head=16, n_kv_head=4, n_embd=1024, head_dim=64, n_inner=2816, block_size=512, vocab_size=50304, depth_stride=4, attnres_block_size=3)
+WIDE = dict(n_layer=4, n_head=16, n_kv_head=4, n_embd=1024, head_dim=64, n_inner=2816, block_size=512, vocab_size=50304, depth_stride=3, attnres_block_size=3)
 PLANNED = [dict(), dict(norm_order="post"), dict(qk_norm="full", norm_order="post"), dict(tie_embeddings=True), dict(depth="depth_attention"),
            dict(depth="depth_attention", depth_stride=1, n_loop=2), dict(depth="moda"), dict(depth="moda", moda_ffn_kv=False, norm_order="post"),
            dict(connector="denseformer"), dict(connector="denseformer", denseformer_period=3, denseformer_dilation=2), dict(connector="attnres"),
@@ -238,7 +239,7 @@ def alive():
     return {id_of(x): x.untyped_storage() for x in gc.get_objects() if type(x) is FakeTensor and x.is_floating_point()}
 
 
-@pytest.mark.parametrize("options", [{}, dict(depth="depth_attention"), dict(depth="moda"), dict(connector="denseformer"), dict(connector="attnres")], ids=str)
+@pytest.mark.parametrize("options", [dict(depth="depth_attention"), dict(depth="moda", connector="attnres"), dict(connector="denseformer")], ids=str)
 def test_planned_activations_with_grad_checkpoint(options, kernels_without_launches):
     """What the layers leave is held by checkpoint() itself, in part outside of autograd: all tensors that are alive after the forward pass are counted."""
     config = GPTConfig(**WIDE | options)
@@ -269,7 +270,7 @@ def test_planned_memory_follows_the_run():
     small = plan.peak_memory(plan.skeleton(GPTConfig(**WIDE | dict(vocab_size=512))), 1)
     n -= 2 * (50304 - 512) * 1024
     assert small["gradients"] == 4 * n and "MLPs" not in small  # with a small batch the peak is at the end of the backward pass
-    assert sum(plan.peak_memory(model, 64, grad_checkpoint=True).values()) < 0.5 * sum(plan.peak_memory(model, 64).values())
+    assert sum(plan.peak_memory(model, 64, grad_checkpoint=True).values()) < 0.6 * sum(plan.peak_memory(model, 64).values())
 
 
 @pytest.mark.parametrize("options", [dict(), dict(world_size=8, zero1=True), dict(grad_checkpoint=True)], ids=str)
