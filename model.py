@@ -797,6 +797,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if training:
                 dx[i:i + rows] = d @ w
                 dw += d.T @ part
+            del logits, d  # before the next chunk's logits are made
         ctx.save_for_backward(dx, dw, n)
         return total / n
 

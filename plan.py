@@ -96,7 +96,7 @@ def peak_memory(model, batch_size, world_size=1, micro_steps=1, zero1=False, gra
     c, tokens, n, head = model.config, batch_size * model.config.block_size, model.num_params(), model.head_weight.numel()
     saved = activations(model, tokens, grad_checkpoint)
     casts = 2 * sum(p.numel() for module in (model.layers, model.connector) for p in module.parameters() if p.ndim == 2)
-    rows = min(tokens, 2 * max(16, LOGITS // c.vocab_size))  # of logits: a chunk is made while the one before is still there
+    rows = min(tokens, max(16, LOGITS // c.vocab_size))  # of logits in a chunk
     held = {"parameters": 4 * n, "AdamW's moments": 8 * n // (world_size if zero1 else 1)}
     keeps_gradients = world_size > 1 or micro_steps > 1
     if keeps_gradients:
