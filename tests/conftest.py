@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: here, before any test does
+
 import checkpoint
 import train
 from data import shards

@@ -3,7 +3,6 @@ import functools
 import gc
 import inspect
 import json
-import os
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ import configurator
 import model as definitions
 import plan
 from model import GPT, GPTConfig
-
-os.environ.setdefault("TRITON_INTERPRET", "1" if not torch.cuda.is_available() else "0")  # read when Triton is imported
 
 TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=16, vocab_size=64, mhc_sinkhorn_iters=2)
 CPU = torch.device("cpu")

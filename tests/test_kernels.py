@@ -2,7 +2,6 @@
 The kernels against their definitions in model.py, computed in float64: outputs and gradients of every public function. Without a GPU they
 run in Triton's interpreter. Uninitialised memory is filled with NaN, so an element that a kernel forgets to write fails its test.
 """
-import os
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from torch.utils.checkpoint import checkpoint
 import model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 try:
     import kernels
 except ImportError:

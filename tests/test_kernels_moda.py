@@ -2,14 +2,11 @@
 The kernels of MoDA, AttnRes and DenseFormer against float64 PyTorch. Without a GPU they run in Triton's interpreter. Uninitialised memory is
 filled with NaN, so an element that a kernel forgets to write fails its test.
 """
-import os
 
 import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels.py is imported
 try:
     import kernels
 except ImportError:
