@@ -72,7 +72,7 @@ grad_clip = 1.0  # largest norm of the gradient; 0 = no clipping
 # machine
 device = ""  # cpu, cuda, cuda:1, mps; empty = the best there is
 dtype = ""  # float32, bfloat16, float16 of the matmuls (parameters stay float32); empty = bfloat16 on GPUs that have it, float32 elsewhere
-compile = True  # torch.compile the layers; needs a C++ compiler on CPUs
+compile = True  # torch.compile the layers; on CPUs, where it takes minutes and a C++ compiler, only if it is given
 seed = 1337  # of the weights and of the order of the data
 grad_checkpoint = False  # recompute each layer in the backward pass: less memory, about a third more time
 zero1 = False  # spread the optimizer's state over the processes (ZeRO stage 1)
@@ -257,7 +257,7 @@ def set_precision(c, ranks):
 
 def wrap(model, c, ranks):
     """The model as the loop calls it: layers compiled, and gradients averaged over the ranks by DDP."""
-    if c.compile:
+    if c.compile and (ranks.device.type == "cuda" or "compile" in c.given):
         model.compile_blocks()
     if ranks.world_size == 1:
         return model
