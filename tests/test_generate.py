@@ -75,10 +75,12 @@ def test_nothing_to_do():
 
 
 def test_generation_keeps_no_graph_and_no_mode():
-    model = tiny()
+    model, graphs = tiny(), []
     model.train()
-    assert not model.generate(tokens(model), 2).requires_grad and model.training
-    assert model(tokens(model), tokens(model))[1].requires_grad
+    model.norm.register_forward_hook(lambda module, args, output: graphs.append(output.requires_grad))
+    model.generate(tokens(model), 2)
+    assert graphs and not any(graphs) and model.training
+    assert model(tokens(model), tokens(model))[1].requires_grad and graphs[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -130,6 +130,12 @@ def test_joint_form_holds_no_scores_of_all_pairs():
     assert saved(moda_attention, 128) > 3 * saved(moda_attention, 64)
 
 
+def test_the_operator_of_the_cpu_is_left_to_the_cpu(monkeypatch):
+    monkeypatch.setattr(definitions, "_JointAttention", None)
+    (q, k, v, kd, vd), _ = inputs()
+    assert joint(*(x.to("meta") for x in (q, k, v, kd, vd))).shape == q.shape
+
+
 def test_slot_keys_are_the_finished_ones(monkeypatch):
     """A layer's first slots are the very keys and values that earlier layers attended with; FFN slots come right after their layer's."""
     model, seen, joint_form = tiny(depth="moda"), [], definitions.joint_attention

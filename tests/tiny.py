@@ -7,7 +7,7 @@ import model as definitions
 from model import GPT, GPTConfig
 
 SIZES = dict(n_layer=3, n_head=4, n_kv_head=2, n_embd=10, head_dim=6, n_inner=14, block_size=16, vocab_size=23, init_std=0.3,
-             depth_stride=2, denseformer_dilation=2, attnres_block_size=3, mhc_num_streams=3, mhc_sinkhorn_iters=2, mhc_alpha_init=0.5)
+             depth_stride=2, denseformer_dilation=2, attnres_block_size=3, mhc_num_streams=2, mhc_sinkhorn_iters=2, mhc_alpha_init=0.5)
 
 # every pair of methods, looped and not, in both norm orders, and then the options that change the path a number takes
 PAIRS = [dict(connector=connector, depth=depth, n_layer=n_layer, n_loop=n_loop, norm_order=order) for connector, depth, (n_layer, n_loop), order in
@@ -18,7 +18,7 @@ OPTIONS = [
     dict(connector="attnres", attnres_block_size=100, depth="moda"),
     dict(connector="denseformer", denseformer_dilation=1, denseformer_period=2, depth="depth_attention", n_loop=2),
     dict(connector="mhc", mhc_num_streams=1, depth="moda", norm_order="post"),
-    dict(connector="mhc", mhc_num_streams=2, depth="depth_attention"),
+    dict(connector="mhc", mhc_num_streams=4, depth="depth_attention"),
     dict(depth="depth_attention", depth_recent_window=2, depth_stride=3, n_loop=3),
     dict(depth="depth_attention", n_layer=4, n_loop=2, n_prelude=1, n_coda=1, connector="denseformer"),
     dict(depth="moda", n_layer=4, n_loop=3, n_prelude=2, n_coda=1, connector="attnres"),
