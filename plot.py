@@ -341,14 +341,14 @@ def plot_moda(model, weights, title, width, heads=False):
 
 def plot_attnres(model, weights, title, width):
     connector, M = model.connector, len(model.order)
-    state, seen = connector.start(0), []  # the connector itself, run on counts of sub-layers instead of tensors
+    state, seen = connector.start(torch.tensor(0)), []  # the connector itself, run on counts of sub-layers instead of states
     for m in range(M):
         for _ in range(2):
             seen.append((len(state[1]), state[0] is not None))
-            state = connector.write(state, 1, None)
+            state = connector.write(state, torch.tensor(1), None)
         state = connector.end_layer(state, m)
     seen.append((len(state[1]), state[0] is not None))
-    commits = state[1][1:]
+    commits = [int(n) for n in state[1][1:]]
     names = ["embedding"] + ([f"after layer {n // 2 - 1}" for n in commits] if connector.snapshots else [f"block {i}" for i in range(1, len(commits) + 1)])
     top = len(names)
     entries = [[*enumerate(w[:n]), *((top, v) for v in w[n:])] for (n, _), w in zip(seen, weights)]
