@@ -3,6 +3,7 @@ What the tests share: a synthetic corpus, a tiny model, train.py called in this 
 
 Ranks are forked from a server that has imported PyTorch once, which makes a multi-process test cost about a second.
 """
+import functools
 import json
 import multiprocessing
 import os
@@ -122,25 +123,28 @@ def _rank(rank, world_size, port, argv, before, output):
         train.main(argv)
 
 
+def run_ranks(folder, world_size, argv, before=None, timeout=60):
+    """
+    Runs train.main(argv) on several processes, after before(rank) in each of them (which may be all if argv is None). Returns their exit codes and
+    what they printed, which goes to files in the folder. One that does not end within `timeout` seconds is a failure; no process is left behind.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outputs = [folder / f"rank{rank}.txt" for rank in range(world_size)]
+    processes = [server.Process(target=_rank, args=(rank, world_size, port, argv, before, output)) for rank, output in enumerate(outputs)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0, end - time.monotonic()))
+    hung = [process for process in processes if process.is_alive()]
+    for process in hung:
+        process.kill()
+    assert not hung, f"{len(hung)} of {world_size} ranks did not end: {[output.read_text() for output in outputs]}"
+    return [process.exitcode for process in processes], [output.read_text() for output in outputs]
+
+
 @pytest.fixture
 def ranks(tmp_path):
-    """
-    ranks(world_size, argv, before=None) runs train.main(argv) on that many processes, after before(rank) in each of them (which may be all if argv is
-    None), and returns their exit codes and what they printed. One that does not end within `timeout` seconds is a failure; no process is left behind.
-    """
-    def call(world_size, argv, before=None, timeout=60):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        outputs = [tmp_path / f"rank{rank}.txt" for rank in range(world_size)]
-        processes = [server.Process(target=_rank, args=(rank, world_size, port, argv, before, output)) for rank, output in enumerate(outputs)]
-        for process in processes:
-            process.start()
-        end = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0, end - time.monotonic()))
-        hung = [process for process in processes if process.is_alive()]
-        for process in hung:
-            process.kill()
-        assert not hung, f"{len(hung)} of {world_size} ranks did not end: {[output.read_text() for output in outputs]}"
-        return [process.exitcode for process in processes], [output.read_text() for output in outputs]
-    return call
+    """run_ranks with tmp_path as the folder."""
+    return functools.partial(run_ranks, tmp_path)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from conftest import evaluations, losses, same_state, tiny_run
+from conftest import evaluations, losses, run_ranks, same_state, tiny_run
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import checkpoint
@@ -51,19 +51,26 @@ def report_evaluation(rank):
     shards.TokenSplit.windows, train.wrap = counted, hooked
 
 
-def test_cases_13_and_28_two_ranks_make_the_run_of_one(tiny, tmp_path, ranks, alone):
-    codes, printed = ranks(2, [*tiny, *WIDE], before=report_evaluation)
+@pytest.fixture(scope="module")
+def pair(corpus, tmp_path_factory):
+    """(folder, what the ranks printed) of the run that two processes make."""
+    folder = tmp_path_factory.mktemp("pair")
+    codes, printed = run_ranks(folder, 2, [*tiny_run(corpus, folder / "out"), *WIDE], before=report_evaluation)
     assert codes == [0, 0], printed
-    assert close(losses(tmp_path / "out"), losses(alone)) and close(evaluations(tmp_path / "out"), evaluations(alone), 1e-6)
+    return folder / "out", printed
+
+
+def test_cases_13_and_28_two_ranks_make_the_run_of_one(pair, alone):
+    out, printed = pair
+    assert close(losses(out), losses(alone)) and close(evaluations(out), evaluations(alone), 1e-6)
     assert [text.count("evaluated 2\n") for text in printed] == [18, 18]  # 24 windows in 3 evaluations, 2 at a time, half of them on each rank
     assert [text.count("sent\n") for text in printed] == [6, 6]  # once a step of two micro-steps, not once a micro-step
     assert "step 6/6" in printed[0] and "step" not in printed[1]  # rank 0 alone speaks
 
 
-def test_case_19_saved_on_two_ranks_and_resumed_on_one_two_or_four(tiny, tmp_path, ranks, alone):
+def test_case_19_saved_on_two_ranks_and_resumed_on_one_two_or_four(tiny, tmp_path, ranks, alone, pair):
     half = [*tiny, *WIDE, "--lr_decay_iters=6", "--max_iters=3"]
     assert ranks(2, half)[0] == [0, 0]
-    assert ranks(2, [*tiny, *WIDE, f"--out_dir={tmp_path / 'straight'}"])[0] == [0, 0]
     for world_size in (1, 2, 4):
         out = tmp_path / f"on{world_size}"
         out.mkdir()
@@ -72,17 +79,16 @@ def test_case_19_saved_on_two_ranks_and_resumed_on_one_two_or_four(tiny, tmp_pat
         codes, printed = ranks(world_size, [*tiny, *WIDE, f"--out_dir={out}", "--init_from=auto"])
         assert codes == [0] * world_size, printed
         assert close(losses(out), losses(alone))
-    assert same_state(tmp_path / "on2" / "ckpt_last.pt", tmp_path / "straight" / "ckpt_last.pt")  # on as many ranks even bit for bit
+    assert same_state(tmp_path / "on2" / "ckpt_last.pt", pair[0] / "ckpt_last.pt")  # on as many ranks even bit for bit
 
 
-def test_zero1_changes_nothing_and_its_checkpoints_fit_any_run(tiny, tmp_path, ranks, alone):
+def test_zero1_changes_nothing_and_its_checkpoints_fit_any_run(tiny, tmp_path, ranks, pair):
     first = [*tiny, *WIDE, "--lr_decay_iters=6", "--zero1=True"]
     assert ranks(2, [*first, "--max_iters=3"])[0] == [0, 0]
     codes, printed = ranks(2, [*first, "--init_from=resume"])
     assert codes == [0, 0], printed
-    assert ranks(2, [*tiny, *WIDE, f"--out_dir={tmp_path / 'plain'}", "--lr_decay_iters=6"])[0] == [0, 0]
-    assert losses(tmp_path / "out") == losses(tmp_path / "plain")
-    a, b = (checkpoint.load(tmp_path / name / "ckpt_last.pt") for name in ("out", "plain"))
+    assert losses(tmp_path / "out") == losses(pair[0])
+    a, b = (checkpoint.load(out / "ckpt_last.pt") for out in (tmp_path / "out", pair[0]))
     assert all(torch.equal(a["model"][key], b["model"][key]) for key in b["model"])
     assert all(torch.equal(a["optimizer"]["state"][i][name], value) for i, state in b["optimizer"]["state"].items() for name, value in state.items())
     train.main([*tiny, *WIDE, "--lr_decay_iters=6", "--init_from=resume", "--max_iters=7"])  # one process, without --zero1
