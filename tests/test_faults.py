@@ -1,7 +1,7 @@
 """
 The fault test: a run on two processes is killed again and again, and ends as if nothing had happened.
 
-    python -m pytest -m slow -s tests/test_faults.py
+    python -m pytest -m slow -n 0 -s tests/test_faults.py
 """
 import os
 import random
