@@ -28,6 +28,8 @@ import uuid
 from datetime import timedelta
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # CPU threads that wait sleep: spinning stalls a laptop that does anything else; read by torch
+
 import numpy
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
