@@ -1,4 +1,4 @@
-"""The source text of the running Python's standard library, about 10 MB that are on every machine: a data set without a download."""
+"""The source text of the running Python's standard library, about 12 MB that are on every machine: a data set without a download."""
 import io
 import os
 import platform
@@ -20,8 +20,7 @@ HERE = Path(__file__).resolve().parent
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
 # The standard library's tests are left out although they are more than half of its text: Linux distributions package them apart, so the
 # data would differ from machine to machine, and they are largely tables of data and long runs of similar assertions.
-# Left out too are the tables of character sets and the reference manual's text: not code, and a sixth of what remains.
-LEFT_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+TESTS = {"test", "tests", "idle_test"}
 BPE_BYTES = 100_000_000               # the vocabulary is trained on about this much of the train part
 
 
@@ -96,7 +95,7 @@ def prepare(out_dir=str(HERE), vocab_size=4096, val_every=20):
     val_every   one file in so many goes to validation
     """
     folder = sysconfig.get_paths()["stdlib"]
-    prepare_code("pystdlib", python_files(folder, INSTALLED | LEFT_OUT), out_dir, vocab_size, val_every)
+    prepare_code("pystdlib", python_files(folder, INSTALLED | TESTS), out_dir, vocab_size, val_every)
 
 
 if __name__ == "__main__":
