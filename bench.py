@@ -42,7 +42,9 @@ import configurator
 import model as definitions
 import plan as plan_memory
 from model import GPT, GPTConfig
-from train import DTYPES, device_name, peak_flops
+from plan import peak_flops
+from runlog import device_name
+from train import DTYPES
 
 # what is measured
 methods = ""  # names with fields, separated by commas; empty = vanilla,depth_attention, or with --plan the config file's own

@@ -5,12 +5,16 @@ What a training run needs, before it is started: the memory of each GPU and the 
 pass under bfloat16 autocast on CUDA; a test holds the count against what autograd really saves. Sizes are in bytes, GB are 10^9 of them.
 """
 import math
+import re
 
 import torch
 
 from model import GPT, GPTConfig
 
 CARDS = (80, 141)  # nominal GB, of H100 and A100 and of H200; what they have beyond it (6 %) is left to CUDA's context, NCCL and the allocator's gaps
+# Peak dense 16-bit matmul rates in TFLOP/s, from the makers' data sheets; all words of a key must be in the device's name, first match wins.
+PEAKS = {"B200": 2250, "GB200": 2250, "H200": 989, "GH200": 989, "H800": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148,
+         "A100": 312, "A800": 312, "L40S": 362, "L4": 121, "A10G": 70, "RTX 4090": 165, "RTX 3090": 71}
 LOGITS = 2**29  # elements of a chunk of logits, as in model.LinearCrossEntropy on CUDA
 
 
@@ -79,6 +83,13 @@ def reader_gradients(model):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # all of the memory, and time
+
+def peak_flops(device_name, dtype):
+    """Peak FLOP/s of a device for matmuls in that dtype, None if unknown: then no MFU is reported rather than a wrong one."""
+    words = set(re.split(r"[\s\-_]+", device_name))
+    known = [peak * 1e12 for key, peak in PEAKS.items() if set(key.split()) <= words]
+    return known[0] if known and dtype != "float32" else None
+
 
 def skeleton(config):
     """The model without its numbers."""

@@ -1,5 +1,5 @@
 """
-What the processes of a run do together, and how they end: Ranks (what they tell each other), StopSignals (SIGTERM, SIGINT) and
+What the processes of a run do together, and how they end: Ranks (what they tell each other), StopSignals (SIGTERM, SIGINT, SIGUSR1) and
 explained_errors (failures that a user can do something about).
 """
 import contextlib
@@ -68,11 +68,15 @@ class Ranks:
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGINT instead of dying, so that the loop can finish its step and save. `caught` is the signal's name or ''."""
+    """
+    Notes a signal instead of dying of it, so that the loop can finish its step and save. `caught` is the signal's name or ''.
+    SIGUSR1 is for job schedulers: torchrun answers SIGTERM by killing its processes half a minute later, SIGUSR1 it can be told to ignore.
+    """
+    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __enter__(self):
         self.caught = ""
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.before = {number: signal.signal(number, self.note) for number in self.NUMBERS}
         return self
 
     def note(self, number, frame):

@@ -14,32 +14,25 @@ its result depend on the step alone: not on the number of processes, not on how 
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import math
 import os
-import platform
-import re
-import shutil
-import subprocess
-import sys
 import time
-import uuid
 from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # CPU threads that wait sleep: spinning stalls a laptop that does anything else; read by torch
 
-import numpy
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import configurator
-from data import shards
-from data.tokenizer import tokenizer_from_meta
+import runlog
+from data import dataset, shards
 from model import GPT, GPTConfig, IGNORE
+from plan import peak_flops
 from ranks import Ranks, StopSignals, explained_errors
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -87,11 +80,7 @@ wandb_run_name = ""  # wandb's name of the run; empty = the name of out_dir
 # ----------------------------------------------------------------------------------------------------------------------
 
 MODEL_FIELDS = tuple(field.name for field in dataclasses.fields(GPTConfig))
-STDLIB = configurator.ROOT / "data/pystdlib"  # the data set that needs no network and makes itself
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Peak dense 16-bit matmul rates in TFLOP/s, from the makers' data sheets; all words of a key must be in the device's name, first match wins.
-PEAKS = {"B200": 2250, "GB200": 2250, "H200": 989, "GH200": 989, "H800": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148,
-         "A100": 312, "A800": 312, "L40S": 362, "L4": 121, "A10G": 70, "RTX 4090": 165, "RTX 3090": 71}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,13 +110,6 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
                          f"process{'es' * (world_size > 1)} = {once}. The nearest that are: {' and '.join(str(n) for n in (below, below + once) if n)}"
                          f"{f'; or keep it and set --batch_size={fitting[-1]}' if fitting else ''}.")
     return global_batch_size // once
-
-
-def peak_flops(device_name, dtype):
-    """Peak FLOP/s of a device for matmuls in that dtype, None if unknown: then no MFU is reported rather than a wrong one."""
-    words = set(re.split(r"[\s\-_]+", device_name))
-    known = [peak * 1e12 for key, peak in PEAKS.items() if set(key.split()) <= words]
-    return known[0] if known and dtype != "float32" else None
 
 
 def validate(c):
@@ -163,41 +145,7 @@ def adopt(c, saved):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# data, model, optimizer
-
-def open_data(c, ranks):
-    """
-    (train split, val split, what checkpoints carry of meta.json: vocab_size, tokenizer, bytes) of data_dir, checked against block_size and
-    vocab_size, which is filled in from meta.json if 0. The standard library's data set is made if it is missing. Raises ValueError.
-    """
-    folder = configurator.find(c.data_dir)
-    if folder == STDLIB:
-        ranks.on_main(prepare, folder)
-    train, val = shards.open_split(folder, "train"), shards.open_split(folder, "val")
-    meta = shards.load_meta(folder)
-    said_by = f"{folder / 'meta.json'}" if not c.vocab_size else "--vocab_size"
-    c.vocab_size = c.vocab_size or meta.get("vocab_size", 0)
-    if not c.vocab_size:
-        raise ValueError(f"{folder} has no meta.json that says vocab_size; give --vocab_size.")
-    if meta.get("vocab_size", 0) > c.vocab_size:
-        raise ValueError(f"{folder / 'meta.json'} says vocab_size {meta['vocab_size']}, but the model's is {c.vocab_size}: "
-                         f"give --vocab_size={meta['vocab_size']} or more.")
-    for split, at_least in (train, ranks.world_size), (val, 1):
-        shards.check_windows(split, c.block_size, at_least)
-        shards.check_vocab(split, c.vocab_size, said_by)
-    if meta.get("tokenizer", {}).get("kind") == "json":  # a tokenizer.json that meta.json may only name: checkpoints carry it whole
-        meta["tokenizer"] = tokenizer_from_meta(meta["tokenizer"], folder).to_meta()
-    return train, val, {"vocab_size": c.vocab_size, "tokenizer": meta.get("tokenizer"), "bytes": meta.get("bytes")}
-
-
-def prepare(folder):
-    """Runs the folder's prepare.py unless its shards and meta.json are there."""
-    if (folder / "meta.json").exists() and list(folder.glob("train*.bin")) and list(folder.glob("val*.bin")):
-        return
-    print(f"{folder} has no data yet: running its prepare.py once.", flush=True)
-    if subprocess.run([sys.executable, folder / "prepare.py"]).returncode:
-        raise ValueError(f"{folder / 'prepare.py'} failed (see above); run it by itself, or give another --data_dir.")
-
+# model, optimizer
 
 def find_checkpoint(c):
     """What --init_from=auto means here: 'resume' or 'scratch'."""
@@ -359,62 +307,6 @@ def check_finite(step, loss, grad_norm, c, scaler):
                      f"lengthen --warmup_iters={c.warmup_iters}, or look at the data of this step.")
 
 
-def describe(c, model, ranks):
-    """The log's first line: everything that is needed to make the run again."""
-    def git(*args):
-        result = subprocess.run(["git", "-C", configurator.ROOT, *args], capture_output=True, text=True) if shutil.which("git") else None
-        return result.stdout.strip() if result and result.returncode == 0 else ""
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__, "cuda": torch.version.cuda}
-    changes = "+changes" * bool(git("status", "--porcelain", "--untracked-files=no"))
-    return {"config": c.as_dict(), "versions": versions, "git": git("rev-parse", "HEAD") + changes, "device": device_name(ranks.device),
-            "world_size": ranks.world_size, "n_params": model.num_params(), "n_params_without_embedding": model.num_params(embedding=False)}
-
-
-def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-
-
-def open_wandb(c, header):
-    """A function (line) -> None that sends a log line to wandb. Whatever is missing costs one warning: never a prompt, never the run."""
-    def nothing(line):
-        pass
-    if not c.wandb_log:
-        return nothing
-    if importlib.util.find_spec("wandb") is None:
-        print("warning: --wandb_log=True, but wandb is not installed (pip install wandb); the run logs to log.jsonl alone.", file=sys.stderr)
-        return nothing
-    try:
-        import wandb
-        mode = os.environ.get("WANDB_MODE", "online")
-        asks = "prompt" in inspect.signature(wandb.login).parameters  # else an older version, whose client knows
-        if mode == "online" and not (wandb.login(prompt=False, verify=False) if asks else wandb.api.api_key):
-            print("warning: wandb is not logged in (wandb login); this run is kept offline, `wandb sync` sends it later.", file=sys.stderr)
-            mode = "offline"
-        id_file = Path(c.out_dir) / "wandb_id.txt"  # a resumed run continues its curve
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
-        name = c.wandb_run_name or Path(c.out_dir).resolve().name
-        run = wandb.init(project=c.wandb_project, name=name, id=id_file.read_text(), resume="allow", mode=mode, dir=c.out_dir, config=header,
-                         settings=wandb.Settings(init_timeout=60, console="off"))
-    except Exception as error:  # wandb's ways of failing are its own, and none is worth the run
-        text = " ".join(str(error).split())
-        print(f"warning: wandb did not start ({type(error).__name__}: {text}); the run logs to log.jsonl alone.", file=sys.stderr)
-        return nothing
-    return lambda line: run.log({name: value for name, value in line.items() if value is not None}, step=line["step"])
-
-
-def print_sample(c, ranks, model, data):
-    try:
-        tokenizer = tokenizer_from_meta(data["tokenizer"])
-        ids = tokenizer.encode(c.sample_start) or [tokenizer.eot or 0]
-    except ValueError as error:
-        return print(f"No sample: {error}")
-    generator = torch.Generator(ranks.device).manual_seed(c.seed)
-    prompt = torch.tensor([ids], device=ranks.device)
-    out = model.generate(prompt, c.sample_tokens, temperature=0.8, top_k=50, generator=generator, stop_token=tokenizer.eot)
-    print(f"{'-' * 40} a sample\n{tokenizer.decode(out[0].tolist())}\n{'-' * 40}", flush=True)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 
 def main(argv=None):
@@ -438,7 +330,10 @@ def train(c, ranks):
         validate(c)
         c.global_batch_size = c.global_batch_size or c.batch_size * ranks.world_size
         micro_steps = accumulation_steps(c.global_batch_size, c.batch_size, ranks.world_size)
-        train_split, val_split, data = open_data(c, ranks)
+        folder = configurator.find(c.data_dir)
+        ranks.on_main(dataset.prepare, folder)
+        train_split, val_split, data = dataset.open_checked(folder, c.block_size, c.vocab_size, ranks.world_size)
+        c.vocab_size = data["vocab_size"]
         autocast, scaler = set_precision(c, ranks)
         model = build_model(c, ranks, resumed)
         optimizer = build_optimizer(model, c, ranks, resumed)
@@ -449,9 +344,9 @@ def train(c, ranks):
         torch.set_rng_state(resumed["rng"]["torch"])
         if ranks.device.type == "cuda" and resumed["rng"]["cuda"] is not None:
             torch.cuda.set_rng_state(resumed["rng"]["cuda"], ranks.device)
-    header = describe(c, model, ranks)
+    header = runlog.describe(c, model, ranks)
     tokens_per_step = c.global_batch_size * c.block_size
-    peak, flops = peak_flops(device_name(ranks.device), c.dtype), model.mfu_flops_per_token(c.block_size)
+    peak, flops = peak_flops(header["device"], c.dtype), model.mfu_flops_per_token(c.block_size)
     bytes_per_token = (data["bytes"] or {}).get("val", 0) / val_split.n_tokens
     ranks.print(f"{header['n_params']:,} parameters on {ranks.world_size} x {header['device']} in {c.dtype}; {train_split.n_tokens:,} training tokens.")
     ranks.print(f"A step is {c.global_batch_size} sequences of {c.block_size} = {tokens_per_step:,} tokens: {micro_steps} "
@@ -477,14 +372,14 @@ def train(c, ranks):
 
     with configurator.clean_errors():
         ranks.on_main(checkpoint.start_log, c.out_dir, header, step if resumed else None)
-    to_wandb = open_wandb(c, header) if ranks.main else None
+    to_wandb = runlog.open_wandb(c, header) if ranks.main else None
 
     def log(line):
         if ranks.main:
             checkpoint.log(c.out_dir, line)
             to_wandb(line)
 
-    saved, stopping, timed_from, tokens_logged = step if resumed else None, False, None, step * tokens_per_step
+    saved, stopping, timed_from, tokens_logged, total = step if resumed else None, False, None, step * tokens_per_step, 0.0
     prefetcher = shards.Prefetcher(train_split, micro_steps, ranks.device, rank=ranks.rank, world_size=ranks.world_size, batch_size=c.batch_size,
                                    global_batch_size=c.global_batch_size, block_size=c.block_size, seed=c.seed, vocab_size=c.vocab_size)
     with StopSignals() as stop, prefetcher as batches, explained_errors(c, ranks):
@@ -526,8 +421,10 @@ def train(c, ranks):
             step += 1
 
             # Report.
-            busy, clock = busy + time.perf_counter() - clock, time.perf_counter()
-            timed_from = timed_from or (step, clock)  # the first step of a process compiles and warms up: the time left is estimated without it
+            clock, began = time.perf_counter(), clock
+            busy, total = busy + clock - began, total + clock - began
+            if not timed_from:  # the first step of a process compiles and warms up: what the run reports is counted without it
+                timed_from, total, batches.waited = (step, clock), 0.0, 0.0
             if step % c.log_interval == 0 or step == c.max_iters:
                 tokens = step * tokens_per_step
                 speed = (tokens - tokens_logged) / busy
@@ -538,10 +435,13 @@ def train(c, ranks):
                             f"{f'{100 * mfu:.1f} % MFU, ' if mfu else ''}{timedelta(seconds=round(left))} left")
                 busy, tokens_logged = 0.0, tokens
 
+    if total:
+        memory = f" The most GPU memory in use was {torch.cuda.max_memory_allocated(ranks.device) / 1e9:.2f} GB." if ranks.device.type == "cuda" else ""
+        ranks.print(f"Waiting for data took {100 * batches.waited / total:.2f} % of the steps' time.{memory}")
     if stopping:
         ranks.print(f"Stopped by {stop.caught or 'a signal to another process'} after step {step}, saved; --init_from=resume continues.")
     elif c.sample_tokens and ranks.main and data["tokenizer"]:
-        print_sample(c, ranks, model, data)
+        runlog.print_sample(c, ranks, model, data)
 
 
 if __name__ == "__main__":

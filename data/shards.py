@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -394,11 +395,13 @@ class Prefetcher:
     thread are raised by the next_batch that asks for the batch concerned. Use it in a `with` block, or call close().
 
     `micro_steps` is the number of micro-steps of an optimizer step; `arguments` are those of batch_at after micro_step, by name.
+    `waited` adds up the seconds that next_batch waited because the batch had not been read yet.
     """
     def __init__(self, split, micro_steps, device="cpu", depth=2, **arguments):
         self.split, self.micro_steps, self.device, self.depth, self.arguments = split, micro_steps, device, depth, arguments
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self.ahead = {}                        # (step, micro_step) -> future of its batch
+        self.waited = 0.0
 
     def _load(self, step, micro_step):
         batch = batch_at(self.split, step, micro_step, **self.arguments)
@@ -412,7 +415,10 @@ class Prefetcher:
         for number in numbers:
             if number not in self.ahead:
                 self.ahead[number] = self.thread.submit(self._load, *number)
-        return tuple(t.to(self.device, non_blocking=True) for t in self.ahead.pop(numbers[0]).result())
+        start = time.perf_counter()
+        batch = self.ahead.pop(numbers[0]).result()
+        self.waited += time.perf_counter() - start
+        return tuple(t.to(self.device, non_blocking=True) for t in batch)
 
     def close(self):
         """Stop reading ahead and wait for the thread to end."""

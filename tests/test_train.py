@@ -14,8 +14,9 @@ from conftest import evaluations, log_lines, losses, same_state, tiny_run
 import checkpoint
 import configurator
 import hf
+import plan
 import train
-from data import shards
+from data import dataset, shards
 from model import GPT, GPTConfig
 
 
@@ -56,9 +57,9 @@ def test_case_30_a_global_batch_that_does_not_divide_names_what_would(sizes, wor
 
 
 def test_peaks_are_of_the_device_and_unknown_ones_have_none():
-    assert train.peak_flops("NVIDIA H200", "bfloat16") == 989e12 != train.peak_flops("NVIDIA H20", "bfloat16")
-    assert train.peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12 and train.peak_flops("NVIDIA H100 PCIe", "float16") == 756e12
-    assert train.peak_flops("NVIDIA H200", "float32") is None and train.peak_flops("x86_64", "bfloat16") is None
+    assert plan.peak_flops("NVIDIA H200", "bfloat16") == 989e12 != plan.peak_flops("NVIDIA H20", "bfloat16")
+    assert plan.peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12 and plan.peak_flops("NVIDIA H100 PCIe", "float16") == 756e12
+    assert plan.peak_flops("NVIDIA H200", "float32") is None and plan.peak_flops("x86_64", "bfloat16") is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(train, "lr_at", lambda now, c: (action() if now == step else None, lr_at(now, c))[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_case_26_a_signal_ends_the_run_within_the_step_and_it_resumes(tiny, tmp_path, straight, monkeypatch, number):
     long = [*tiny, *LONG]
     handler = signal.getsignal(number)
@@ -434,7 +435,7 @@ def test_case_14_one_window_and_many_epochs(tiny, own_corpus, tmp_path):
 def test_the_data_set_of_the_standard_library_prepares_itself(tiny, corpus, tmp_path, monkeypatch, capfd, refused):
     folder = tmp_path / "data"
     folder.mkdir()
-    monkeypatch.setattr(train, "STDLIB", folder)
+    monkeypatch.setattr(dataset, "STDLIB", folder)
     (folder / "prepare.py").write_text("raise SystemExit('no room')")
     argv = [*tiny, f"--data_dir={folder}", "--max_iters=1"]
     assert "prepare.py failed" in refused(train.main, argv)
