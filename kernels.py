@@ -1018,8 +1018,8 @@ def _moda_backward_kernel(q, q_strides, o, o_strides, do, do_strides, lse, lse_s
     tl.store(dq, acc.to(query.dtype), mask=mask)
 
 
-def _moda_shapes(q, k, name):
-    (B, H, T, D), G = q.shape, k.shape[1]
+def _moda_shapes(q, G, name):
+    B, H, T, D = q.shape
     warps, rows_a_warp, slots, stages, registers = SETTINGS[name]
     group, width = max(16, _power_of_2(H // G)), max(16, _power_of_2(D))
     # a row's share of shared memory grows with these; in float32 the matrix products split every operand in two
@@ -1030,17 +1030,17 @@ def _moda_shapes(q, k, name):
     return (_ceil_div(B * T * G, rows),), B * T * G, T, D ** -0.5, shapes
 
 
-def _launch_moda_forward(q, o, lse, slot_k, slot_v, joint):
+def _launch_moda_forward(q, G, o, lse, slot_k, slot_v, joint):
     """Joins the slots' part to the o and lse of another part of the softmax, in place, or fills o and lse with the slots' part alone."""
-    grid, n_rows, T, scale, shapes = _moda_shapes(q, slot_k[0].transpose(1, 2), "moda_forward")
+    grid, n_rows, T, scale, shapes = _moda_shapes(q, G, "moda_forward")
     table, align = _source_table(q.device, slot_k, slot_v)
     _moda_forward_kernel[grid](q, q.stride()[:3], o, o.stride()[:3], lse, lse.stride()[:2], table, len(slot_k), n_rows, T, scale,
                                JOINT=joint, ALIGN=align, **shapes)
 
 
-def _launch_moda_backward(q, o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled, joint):
+def _launch_moda_backward(q, G, o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled, joint):
     """Gradients of the slots, stored in grad_k and grad_v or added there where `filled`; that of q is added to dq if `joint`, else stored."""
-    grid, n_rows, T, scale, shapes = _moda_shapes(q, slot_k[0].transpose(1, 2), "moda_backward")
+    grid, n_rows, T, scale, shapes = _moda_shapes(q, G, "moda_backward")
     table, align = _source_table(q.device, slot_k, slot_v, grad_k, grad_v, filled)
     _moda_backward_kernel[grid](q, q.stride()[:3], o, o.stride()[:3], do, do.stride()[:3], lse, lse.stride()[:2], dq, dq.stride()[:3], table,
                                 len(slot_k), n_rows, T, scale, JOINT=joint, FILLED=any(filled), ALIGN=align, **shapes)
@@ -1140,7 +1140,7 @@ def _moda_forward(q: Tensor, k: Tensor, v: Tensor, slot_k: list[Tensor], slot_v:
         return _heads_like(q, q.shape[1]), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     o, lse = _sequence_forward(q, k, v, backend or _sequence_backend(q, k))
     if slot_k:
-        _launch_moda_forward(q, o, lse, slot_k, slot_v, True)
+        _launch_moda_forward(q, k.shape[1], o, lse, slot_k, slot_v, True)
     return o, lse
 
 
@@ -1151,7 +1151,7 @@ def _moda_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
         return _heads_like(q, q.shape[1]), _heads_like(k, k.shape[1]), _heads_like(v, v.shape[1])
     dq, dk, dv = _sequence_backward(do, q, k, v, o, lse, backend or _sequence_backend(q, k))
     if slot_k:
-        _launch_moda_backward(q, o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled, True)
+        _launch_moda_backward(q, k.shape[1], o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled, True)
     return dq, dk, dv
 
 
@@ -1169,35 +1169,33 @@ class _MoDA(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, o, lse, *slots = ctx.saved_tensors
         n = len(slots) // 2
-        whole, grads, filled = _slot_buffers(ctx.grads, slots, ctx.stacked)
-        dq, dk, dv = _moda_backward(_training_layout(do), q, k, v, o, lse, slots[:n], slots[n:], grads[:n], grads[n:], filled, ctx.backend)
+        whole, grads, filled = _slot_buffers(ctx.grads, slots, k[:, :, :q.shape[2]], ctx.stacked)
+        dq, dk, dv = _moda_backward(_training_layout(do), q, k, v, o, lse, slots[:n], slots[n:], list(grads[:n]), list(grads[n:]), filled, ctx.backend)
         return dq, dk, dv, None, None, *whole
 
 
 def _slot_rows(depth, k, laid_out=False):
-    """Keys, then values, as contiguous [B, T, G, D]: of 2 L tensors shaped as k [B, G, T, D] or of two [L, B, G, T, D]. laid_out: they are
-    that already."""
-    shape = k.transpose(1, 2).shape if laid_out else k.shape
+    """Tensors in the training layout, of which the kernels take the addresses: all keys, then all values, of 2 L tensors shaped as k [B, G, T, D]
+    or of two [L, B, G, T, D]. laid_out: they are contiguous [B, T, G, D] already."""
+    B, G, T, D = k.shape
+    shape, strides = (B, T, G, D) if laid_out else (B, G, T, D), (T * G * D, D, G * D, 1)
     for x in depth:
         if x.shape[-4:] != shape or x.dtype != k.dtype:
             raise ValueError(f"a depth slot of shape {list(x.shape)} and {x.dtype} was given for keys [B, G, T, D] = {list(k.shape)} and {k.dtype}; "
                              f"expected a slot or tensor of the same batch, heads, tokens and head_dim (or L tensors stacked), and of the same dtype")
-    if laid_out:
-        return depth
     if depth and depth[0].ndim == 5:
-        return [row for x in depth for row in x.transpose(2, 3).contiguous()]
-    return [_rows(x) for x in depth]
+        depth = [row for x in depth for row in x.unbind(0)]
+    return depth if laid_out else [x if x.stride() == strides else _training_layout(x) for x in depth]
 
 
-def _slot_buffers(grads, slots, stacked):
+def _slot_buffers(grads, slots, k, stacked):
     """(gradients as autograd wants them, those of each slot's key and then each value, whether a slot holds gradients of other readers)."""
     n = len(slots) // 2
-    if grads is None and stacked:
-        whole = [slots[0].new_empty(n, *slots[0].shape) for _ in range(2)]
-        return [x.transpose(2, 3) for x in whole], [*whole[0], *whole[1]], [0] * n
-    if grads is None:
-        whole = [torch.empty_like(x) for x in slots]
-        return [x.transpose(1, 2) for x in whole], whole, [0] * n
+    if grads is None:           # one allocation: a hundred tensors and their views would cost the host more time than the kernel takes
+        B, G, T, D = k.shape
+        whole = k.new_empty(2, n, B, T, G, D).transpose(3, 4)
+        rows = whole.flatten(0, 1).unbind(0)
+        return whole.unbind(0) if stacked else rows, rows, [0] * n
     filled = [int(pair[0] is not None) for pair in grads]
     for pair, k, v in zip(grads, slots[:n], slots[n:], strict=True):
         if pair[0] is None:
@@ -1240,10 +1238,11 @@ def _depth(depth_k, depth_v):
 def moda_depth(q, depth_k, depth_v):
     """The depth slots' part alone: (o [B, H, T, D], log-sum-exp [B, H, T] in float32) of each token's queries over its own L > 0 slots.
     Arguments as in `moda_attention`, but no slots from `publish`. No gradient."""
-    slots = _slot_rows(_depth(depth_k, depth_v)[0], depth_k[0])
+    k = depth_k[0]
+    slots = _slot_rows(_depth(depth_k, depth_v)[0], k)
     n, q = len(slots) // 2, _dense(q)
     o, lse = _heads_like(q, q.shape[1]), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    _launch_moda_forward(q, o, lse, slots[:n], slots[n:], False)
+    _launch_moda_forward(q, k.shape[1], o, lse, slots[:n], slots[n:], False)
     return o, lse
 
 
