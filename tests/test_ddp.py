@@ -1,5 +1,7 @@
 """Training on several ranks: gloo on the CPU, two to four processes."""
+import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,8 +93,17 @@ def test_zero1_changes_nothing_and_its_checkpoints_fit_any_run(tiny, tmp_path, r
     a, b = (checkpoint.load(out / "ckpt_last.pt") for out in (tmp_path / "out", pair[0]))
     assert all(torch.equal(a["model"][key], b["model"][key]) for key in b["model"])
     assert all(torch.equal(a["optimizer"]["state"][i][name], value) for i, state in b["optimizer"]["state"].items() for name, value in state.items())
-    train.main([*tiny, *WIDE, "--lr_decay_iters=6", "--init_from=resume", "--max_iters=7"])  # one process, without --zero1
-    assert 7 in losses(tmp_path / "out")
+    continued = {}
+    for world_size, zero1 in (1, False), (4, True):  # one process without --zero1; four, each with a quarter
+        out = tmp_path / f"on{world_size}"
+        shutil.copytree(tmp_path / "out", out)
+        argv = [*tiny, *WIDE, "--lr_decay_iters=6", f"--out_dir={out}", "--init_from=auto", "--max_iters=8", f"--zero1={zero1}"]
+        codes, printed = ranks(world_size, argv)
+        assert codes == [0] * world_size, printed
+        continued[world_size] = losses(out)
+    assert sorted(continued[1]) == list(range(1, 9)) and close(continued[4], continued[1], 1e-6)
+    a, b = (checkpoint.load(tmp_path / f"on{world_size}" / "ckpt_last.pt")["model"] for world_size in continued)
+    assert all(torch.allclose(a[key], b[key], atol=1e-6) for key in a)
 
 
 def constant_data(rank):
@@ -112,42 +123,46 @@ def test_case_28_different_data_on_each_rank_reports_the_mean_loss(tiny, tmp_pat
 # gradients
 
 def gradients_agree(rank):
-    """Every connector, depth method and loop count: gradients over ranks and micro-steps equal those of the whole batch in one process."""
+    """
+    Every connector and depth method, looped on four ranks: loss and gradients over ranks and micro-steps equal those of the whole batch in one
+    process, also when each layer is computed again in the backward pass. In float64, so that nothing but the order of sums can differ.
+    """
+    torch.set_default_dtype(torch.float64)
     c = configurator.configure(train.__file__, ["--device=cpu", "--compile=False"], model_fields=True)
     world = train.Ranks(c)
     torch.manual_seed(0)
     x, y = torch.randint(0, 10, (2, 8, 8))
+    micro_steps, scaler = (1, 1, 2), torch.amp.GradScaler("cpu", enabled=False)
 
     class Batches:
         def next_batch(self, step, micro_step):
-            return tuple(t.view(micro_steps[step], 2, -1, 8)[micro_step, rank] for t in (x, y))
-    batches, micro_steps, scaler = Batches(), (1, 1, 2), torch.amp.GradScaler("cpu", enabled=False)
-    for connector in CONNECTORS:
-        for depth in DEPTHS:
-            for n_loop in (1, 3):
-                torch.manual_seed(1)
-                config = GPTConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, block_size=8, vocab_size=10, init_std=0.2, connector=connector,
-                                   depth=depth, depth_stride=1, n_loop=n_loop, mhc_sinkhorn_iters=3)
-                model = GPT(config)
-                model(x, y)[1].backward()
-                whole = {name: p.grad.clone() for name, p in model.named_parameters()}
-                model.grad_checkpoint = n_loop == 3 and depth == "depth_attention"
-                model.zero_grad()
-                ddp = train.wrap(model, c, world)
-                for step in range(3):  # DDP complains in a step about parameters that took no part in the one before
-                    model.zero_grad()
-                    train.accumulate_gradients(ddp, batches, step, micro_steps[step], torch.enable_grad(), scaler)
-                    for name, p in model.named_parameters():
-                        difference = (p.grad - whole[name]).abs().max()
-                        assert difference <= 1e-6 * max(1, whole[name].abs().max()), (connector, depth, n_loop, name, difference)
-                print("agrees", connector, depth, n_loop)
+            return tuple(t.view(micro_steps[step], world.world_size, -1, 8)[micro_step, rank] for t in (x, y))
+    n_loop = 3 if world.world_size == 4 else 1
+    for connector, depth in itertools.product(CONNECTORS, DEPTHS):
+        torch.manual_seed(1)
+        model = GPT(GPTConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, block_size=8, vocab_size=10, init_std=0.2, connector=connector, depth=depth,
+                              depth_stride=1, n_loop=n_loop, n_prelude=n_loop // 3, mhc_sinkhorn_iters=3))
+        expected = model(x, y)[1]
+        expected.backward()
+        whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+        ddp = train.wrap(model, c, world)
+        for step in range(3):  # DDP complains in a step about parameters that took no part in the one before
+            model.grad_checkpoint = step == 2
+            model.zero_grad()
+            loss = train.accumulate_gradients(ddp, Batches(), step, micro_steps[step], torch.enable_grad(), scaler)
+            differences = {name: (p.grad - whole[name]).abs().max().item() for name, p in model.named_parameters()}
+            differences["loss"] = abs(world.sum(loss) / world.world_size - expected).item()
+            worst = max(differences, key=differences.get)
+            assert differences[worst] <= 1e-6, (connector, depth, n_loop, step, worst, differences[worst])
+        print("agrees", connector, depth, n_loop, differences[worst])
     world.close()
 
 
-def test_case_27_gradients_over_ranks_and_micro_steps_are_those_of_one_process(ranks):
-    codes, printed = ranks(2, None, before=gradients_agree, timeout=100)
-    assert codes == [0, 0], printed
-    assert printed[1].count("agrees") == 2 * len(CONNECTORS) * len(DEPTHS) == 24
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_case_27_gradients_over_ranks_and_micro_steps_are_those_of_one_process(ranks, world_size):
+    codes, printed = ranks(world_size, None, before=gradients_agree, timeout=100)
+    assert codes == [0] * world_size, printed
+    assert printed[1].count("agrees") == len(CONNECTORS) * len(DEPTHS) == 12
 
 
 # ----------------------------------------------------------------------------------------------------------------------

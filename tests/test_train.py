@@ -95,6 +95,14 @@ def test_micro_steps_add_up_to_the_mean(tiny, tmp_path):
         assert runs[size] == pytest.approx(runs[8], abs=1e-5)
 
 
+def test_recomputing_layers_changes_nothing(tiny, tmp_path):
+    looped = ["--n_loop=3", "--depth=depth_attention", "--connector=attnres", "--max_iters=3"]
+    for again in (False, True):
+        train.main([*tiny, *looped, f"--grad_checkpoint={again}", f"--out_dir={tmp_path / str(again)}"])
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")
+    assert same_state(tmp_path / "True" / "ckpt_last.pt", tmp_path / "False" / "ckpt_last.pt")
+
+
 def test_case_28_micro_losses_are_averaged():
     class Batches:
         def next_batch(self, step, micro_step):
