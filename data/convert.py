@@ -27,7 +27,7 @@ from data.tokenizer import need, tokenizer_from_meta, tokenizer_from_name
 
 SPLITS = ("train", "val")
 CHUNK_DOCUMENTS = 256                 # documents handed to a worker at a time
-CORES = min(16, os.cpu_count() or 1)  # default number of processes
+CORES = min(32, os.cpu_count() or 1)  # default number of processes
 
 
 def split_of(digest, val_every):
@@ -146,23 +146,27 @@ def set_worker_tokenizer(meta):
     worker_tokenizer = tokenizer_from_meta(meta)
 
 
-def encode_chunk(chunk, tokenizer=None):
-    """Encode a list of (split, text). Returns a list of (split, ids, bytes of the text); ids end with the separator, a token without bytes."""
+def encode_chunk(chunk, read=None, tokenizer=None):
+    """
+    Encode a list of (split, text), or of (split, what the function `read` makes a text of). Returns a list of (split, ids, bytes of the text); ids end
+    with the separator, a token without bytes.
+    """
     tokenizer = tokenizer or worker_tokenizer
     end = [] if tokenizer.eot is None else [tokenizer.eot]
-    return [(split, np.array(tokenizer.encode(text) + end, np.uint16), len(text.encode("utf-8", errors="replace"))) for split, text in chunk]
+    texts = ((split, read(text) if read else text) for split, text in chunk)
+    return [(split, np.array(tokenizer.encode(text) + end, np.uint16), len(text.encode("utf-8", errors="replace"))) for split, text in texts]
 
 
-def encode_in_order(chunks, tokenizer, processes):
-    """For each (chunk, position) of the iterable, in order: (encode_chunk(chunk), position), computed by several processes."""
+def encode_in_order(chunks, tokenizer, processes, read=None):
+    """For each (chunk, position) of the iterable, in order: (encode_chunk(chunk, read), position), computed by several processes."""
     if processes <= 1:
         for chunk, position in chunks:
-            yield encode_chunk(chunk, tokenizer), position
+            yield encode_chunk(chunk, read, tokenizer), position
         return
     pool, waiting = process_pool(processes, set_worker_tokenizer, (tokenizer.to_meta(),)), deque()
     try:
         for chunk, position in chunks:
-            waiting.append((pool.submit(encode_chunk, chunk), position))
+            waiting.append((pool.submit(encode_chunk, chunk, read), position))
             if len(waiting) > 4 * processes:           # so much is read ahead of the workers, and no more
                 future, position = waiting.popleft()
                 yield result_of(future), position
@@ -172,7 +176,7 @@ def encode_in_order(chunks, tokenizer, processes):
         pool.shutdown(cancel_futures=True)
 
 
-def convert(documents, tokenizer, out_dir, made_with, resume=False, processes=1, shard_tokens=SHARD_TOKENS, total_bytes=None):
+def convert(documents, tokenizer, out_dir, made_with, resume=False, processes=1, shard_tokens=SHARD_TOKENS, total_bytes=None, read=None):
     """Encode documents into shards and meta.json.
 
     documents    function of a position that yields (list of (split, text), position after them) from there on, in a fixed order;
@@ -180,6 +184,7 @@ def convert(documents, tokenizer, out_dir, made_with, resume=False, processes=1,
     made_with    the options that shape the result, see begin
     resume       whether to go on with what an earlier, killed run has left
     total_bytes  how much text there is, if known, for the progress bar
+    read         a module's function that turns each document into its text, in the processes that encode; None if they are texts already
     """
     if tokenizer.n_vocab > MAX_ID + 1:
         raise DataError(f"The tokenizer has {tokenizer.n_vocab:,} ids, but uint16 shards hold ids from 0 to {MAX_ID}; choose a smaller vocabulary.")
@@ -198,7 +203,7 @@ def convert(documents, tokenizer, out_dir, made_with, resume=False, processes=1,
                                            "shards": {split: (writer.index, writer.pending) for split, writer in writers.items()}})
 
     with tqdm(total=total_bytes, initial=sum(text_bytes.values()), unit="B", unit_scale=True, desc="tokenizing") as bar:
-        for encoded, position in encode_in_order(documents(state["position"]), tokenizer, processes):
+        for encoded, position in encode_in_order(documents(state["position"]), tokenizer, processes, read):
             shard_done = False
             for split, ids, size in encoded:
                 shard_done |= writers[split].add(ids)

@@ -21,15 +21,15 @@ def default_folders():
     return [folder for folder in folders if not any(other in folder.parents for other in folders)]
 
 
-def prepare(folders="", out_dir=str(HERE), vocab_size=16384, processes=CORES, shard_tokens=SHARD_TOKENS, val_every=100):
+def prepare(folders="", out_dir=str(HERE), vocab_size=8192, processes=CORES, shard_tokens=SHARD_TOKENS, val_every=100):
     """Make a data set of all .py files below some folders, each content once.
 
-    It takes about a minute for 100 MB on 2 cores, so a killed run begins anew.
+    It takes seconds for 100 MB, so a killed run begins anew.
 
     folders       separated by commas; by default the standard library and the installed packages
     out_dir       the folder to write to
     vocab_size    ids of the byte-pair vocabulary, which is trained on the train part; at most 65536
-    processes     how many processes encode
+    processes     how many processes read and encode
     shard_tokens  at how many tokens a new shard begins
     val_every     one file in so many goes to validation
     """

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))   # the repository, so that the script runs from any folder
 
-from data.convert import CHUNK_DOCUMENTS, command_line, convert, digest_of, split_of
+from data.convert import CHUNK_DOCUMENTS, command_line, convert, digest_of, process_pool, result_of, split_of
 from data.shards import SHARD_TOKENS, DataError
 from data.tokenizer import train_bpe
 
@@ -47,19 +47,30 @@ def read_source(path):
         return None
 
 
-def unique_sources(paths, val_every):
+def text_of(path):
+    """The text of a file that was readable before; "" if it has gone since."""
+    return read_source(path) or ""
+
+
+def describe(paths):
+    """[(path, digest, bytes of text)] of those of the files that hold any text."""
+    texts = ((path, read_source(path)) for path in paths)
+    return [(path, digest_of(text), len(text.encode("utf-8", errors="replace"))) for path, text in texts if text and not text.isspace()]
+
+
+def unique_sources(paths, val_every, processes=1):
     """Sort the files into splits by their content, each content once and empty ones not at all.
 
     Returns a list of (split, path, size) in the order of `paths`.
     """
     seen, kept = set(), []
-    for path in tqdm(paths, desc="reading", unit="file"):
-        text = read_source(path)
-        if text and not text.isspace():
-            digest = digest_of(text)
-            if digest not in seen:
-                seen.add(digest)
-                kept.append((split_of(digest, val_every), path, len(text.encode("utf-8", errors="replace"))))
+    with process_pool(processes) as pool, tqdm(total=len(paths), desc="reading", unit="file") as bar:
+        for first, job in [(i, pool.submit(describe, paths[i:i + CHUNK_DOCUMENTS])) for i in range(0, len(paths), CHUNK_DOCUMENTS)]:
+            for path, digest, size in result_of(job):
+                if digest not in seen:
+                    seen.add(digest)
+                    kept.append((split_of(digest, val_every), path, size))
+            bar.update(len(paths[first:first + CHUNK_DOCUMENTS]))
     return kept
 
 
@@ -68,12 +79,12 @@ def train_texts(sources):
     train = [(path, size) for split, path, size in sources if split == "train"]
     every = 1 + sum(size for _, size in train) // BPE_BYTES
     for path, _ in tqdm(train[::every], desc="training the vocabulary", unit="file"):
-        yield read_source(path) or ""
+        yield text_of(path)
 
 
 def prepare_code(name, paths, out_dir, vocab_size, val_every, processes=1, shard_tokens=SHARD_TOKENS):
     """Make a data set of Python files: de-duplicate, split by file, train a byte-pair vocabulary on the train part, encode."""
-    sources = unique_sources(paths, val_every)
+    sources = unique_sources(paths, val_every, processes)
     if not sources:
         raise DataError("No Python source files were found; name folders that hold some, or use another data set.")
     tokenizer = train_bpe(train_texts(sources), vocab_size)
@@ -81,10 +92,11 @@ def prepare_code(name, paths, out_dir, vocab_size, val_every, processes=1, shard
     def documents(position):
         left = iter(sources)
         while chunk := list(islice(left, CHUNK_DOCUMENTS)):
-            yield [(split, read_source(path) or "") for split, path, _ in chunk], None
+            yield [(split, path) for split, path, _ in chunk], None
 
     made_with = {"data": name, "python": platform.python_version(), "files": len(sources), "vocab_size": vocab_size, "val_every": val_every}
-    convert(documents, tokenizer, out_dir, made_with, processes=processes, shard_tokens=shard_tokens, total_bytes=sum(size for *_, size in sources))
+    total_bytes = sum(size for *_, size in sources)
+    convert(documents, tokenizer, out_dir, made_with, processes=processes, shard_tokens=shard_tokens, total_bytes=total_bytes, read=text_of)
 
 
 def prepare(out_dir=str(HERE), vocab_size=4096, val_every=20):
