@@ -1,5 +1,6 @@
 """
-The fault test: a run on two processes is killed again and again, and ends as if nothing had happened.
+The fault test: a run on two processes is killed again and again, and ends as if nothing had happened. The job script for Slurm, with stand-ins for its
+commands: the signal before the time limit stops the run, which goes on when the job is queued again.
 
     python -m pytest -m slow -n 0 -s tests/test_faults.py
 """
@@ -15,6 +16,7 @@ from conftest import evaluations, losses, same_state, tiny_run
 
 import checkpoint
 import train
+from configurator import ROOT
 
 KILLS, STEPS, SAVE = 20, 260, 5
 
@@ -90,3 +92,39 @@ def test_a_run_that_is_killed_twenty_times_ends_like_the_unbroken_one(corpus, tm
     assert losses(out) == losses(tmp_path / "unbroken") and evaluations(out) == evaluations(tmp_path / "unbroken")
     for name in ("ckpt_last.pt", "ckpt_best.pt"):
         assert same_state(out / name, tmp_path / "unbroken" / name)
+
+
+# Stand-ins for Slurm's commands on a cluster of one node: srun runs the command in its place, so that signals to srun reach what it runs.
+COMMANDS = {"srun": 'shift; exec "$@"', "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+            "scontrol": 'if [ "$1" = requeue ]; then echo "$2" >> "$REQUEUED"; else echo 127.0.0.1; fi'}
+
+
+@pytest.mark.slow
+def test_the_slurm_script_saves_before_the_limit_queues_itself_again_and_resumes(corpus, tmp_path):
+    for name, text in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    requeued, out = tmp_path / "requeued", tmp_path / "out"
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1",
+                                "SLURM_JOB_NODELIST": "node1", "SLURM_GPUS_ON_NODE": "2", "REQUEUED": str(requeued)}
+    argv = [*tiny_run(corpus, out), "--batch_size=4", "--max_iters=400", "--eval_interval=400"]
+
+    def submit(*more):
+        return subprocess.Popen(["bash", ROOT / "scripts/slurm.sh", *argv, *more], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True)
+    job = submit()
+    while last_step(out / "log.jsonl") < 20:
+        assert job.poll() is None, job.stdout.read()
+        time.sleep(0.01)
+    job.send_signal(signal.SIGUSR1)
+    printed, _ = job.communicate(timeout=60)
+    step = saved_step(out)
+    assert job.returncode == 0 and f"Stopped by SIGUSR1 after step {step}, saved" in printed, printed
+    assert 20 <= step < 400 and requeued.read_text() == f"{os.getpid()}\n"
+    job = submit()
+    printed, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and f"Resuming after step {step}." in printed and saved_step(out) == 400, printed
+    assert sorted(losses(out)) == list(range(1, 401)) and requeued.read_text() == f"{os.getpid()}\n"  # it is done: not queued again
+    job = submit("--n_layer=3")  # a mistake is not tried again either
+    printed, _ = job.communicate(timeout=60)
+    assert job.returncode != 0 and "n_layer is 2 in the checkpoint, 3 now" in printed and requeued.read_text() == f"{os.getpid()}\n", printed
