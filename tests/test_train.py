@@ -3,10 +3,13 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import sys
+import time
 import types
 
+import numpy as np
 import pytest
 import torch
 from conftest import evaluations, log_lines, losses, same_state, tiny_run
@@ -438,6 +441,31 @@ def test_case_14_one_window_and_many_epochs(tiny, own_corpus, tmp_path):
     damage(own_corpus, "one window")
     train.main([*tiny, f"--data_dir={own_corpus}"])
     assert sorted(losses(tmp_path / "out")) == list(range(1, 7))
+
+
+def test_opening_26_billion_tokens_reads_few_of_them(tmp_path, monkeypatch):
+    first, tokens = tmp_path / "train_000000.bin", 100_000_000
+    first.write_bytes(np.array([shards.MAGIC, shards.VERSION, tokens] + [0] * 253, "<i4").tobytes())
+    os.truncate(first, shards.HEADER_BYTES + 2 * tokens)  # zeros that take no room on the disk
+    for index in range(1, 260):
+        os.link(first, shards.shard_path(tmp_path, "train", index))
+    shards.write_shard(tmp_path / "val_000000.bin", [1] * 5000)
+    read, count = shards.TokenSplit.read, []
+    monkeypatch.setattr(shards.TokenSplit, "read", lambda self, shard, start, n: count.append(n) or read(self, shard, start, n))
+    train_split, _, data = dataset.open_checked(tmp_path, 2048, 50304, 8)
+    assert train_split.n_tokens == 26_000_000_000 and data["vocab_size"] == 50304
+    assert max(count) <= 2**20 and sum(count) <= 2**24 + 5000  # 2 MB at a time, 34 MB in all
+    x, _ = shards.batch_at(train_split, 12_345, 1, rank=7, world_size=8, batch_size=4, global_batch_size=1024, block_size=2048, seed=1)
+    assert x.shape == (4, 2048)
+
+
+def test_waiting_for_data_is_told(tiny, monkeypatch, capsys):
+    def share():
+        train.main([*tiny, "--max_iters=4"])
+        return float(re.search(r"Waiting for data took ([\d.]+) % of the steps' time", capsys.readouterr().out)[1])
+    fast, read = share(), shards.batch_at
+    monkeypatch.setattr(shards, "batch_at", lambda *args, **more: (time.sleep(0.1), read(*args, **more))[1])
+    assert fast < share() > 30
 
 
 def test_the_data_set_of_the_standard_library_prepares_itself(tiny, corpus, tmp_path, monkeypatch, capfd, refused):
