@@ -2,13 +2,16 @@
 Figures of runs, as a paper would have them:
 
     python plot.py out/a out/b --x=tokens --out=loss.png           # loss curves of any number of runs, from their log.jsonl
+    python plot.py out/a out/b out/c --difference=True             # the losses of b and c minus those of a
     python plot.py out/a --depth=True                              # what the run's model attends to across depth, on its val shards
     python plot.py --init_from=FOLDER --depth=True --prompt="..."  # the same for a Hugging Face folder, on a text
 
 --depth draws one figure for each thing that the model does across depth: the weights of Depth-Attention or MoDA and those of AttnRes, DenseFormer or
-mHC, as means over tokens. The model itself keeps none of them: while it runs here, its functions are wrapped by ones that compute them again.
+mHC, as means over tokens. The model itself keeps none of them: while it runs here, its functions are wrapped by ones that compute them again. What was
+drawn can be kept, as numbers, with --save=FILE.json, and `python plot.py FILE.json --depth=True` draws it again without the model.
 """
 import contextlib
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -32,6 +35,7 @@ from matplotlib.lines import Line2D
 # ----------------------------------------------------------------------------------------------------------------------
 # loss curves
 x = "steps"  # horizontal axis: steps, tokens or hours (of training alone, without evaluations)
+difference = False  # draw the runs' losses minus those of the first
 smooth = 0  # log lines that a point of a train curve is the mean of; 0 = a twentieth of the run's, at least 5
 labels = ""  # names of the runs in the legend, separated by commas; empty = their folders' names
 ymin = 0.0  # loss at the bottom; 0 = chosen
@@ -47,11 +51,12 @@ eval_tokens = 8192  # tokens to read, spread evenly over the shards
 block_size = 0  # tokens in a window; 0 = the model's context
 heads = False  # a panel for each KV head as well (Depth-Attention, MoDA)
 device = ""  # cpu, cuda, cuda:1, mps; empty = the best there is
+save = ""  # JSON file to write the weights to as well
 # figure
 title = ""  # above the figure; empty = what it shows
 width = 7.0  # inches
 dpi = 200  # dots an inch
-out = ""  # file to write (.png, .pdf, .svg); empty = loss.png or METHOD.png in the working directory
+out = ""  # file to write (.png, .pdf, .svg); empty = loss.png, difference.png or METHOD.png in the working directory
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart, in an order that keeps neighbours far apart.
@@ -106,8 +111,8 @@ def running_mean(values, n):
 
 
 def run_names(paths):
-    """A name for each run: its folder's, with as many folders before it as tell the runs apart."""
-    folders = [(Path(p).parent if Path(p).name == "log.jsonl" else Path(p)).resolve().parts for p in paths]
+    """A name for each run: its folder's or its log's, with as many folders before it as tell the runs apart."""
+    folders = [(Path(p).parent if Path(p).name == "log.jsonl" else Path(p).with_suffix("") if Path(p).suffix == ".jsonl" else Path(p)).resolve().parts for p in paths]
     for n in range(1, max(map(len, folders)) + 1):
         names = ["/".join(parts[-n:]) for parts in folders]
         if len(set(names)) == len(set(folders)):
@@ -121,29 +126,64 @@ def short(number):
     return f"{number / size:g}{suffix}"
 
 
-def plot_loss(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, title="", width=7.0):
-    """The figure of several runs' losses: train curves as lines, evaluations as points of the same colour."""
-    fig, ax = plt.subplots(figsize=(width, 0.5 * width), layout="constrained")
+def style_of(i):
+    """(colour, marker, dashes) of run number i."""
+    return COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], ("-", "--", ":")[i // len(COLOURS) % 3]
+
+
+def draw_curves(ax, curves, names, axis, smooth, ymin, ymax, first=0):
+    """
+    Draws runs: train curves as lines, evaluations as points of the same colour. curves: (x, values) of the train lines and (x, values) of the evaluations of
+    each run; first: the number of the first one, which its colour and marker follow. The first twentieth does not decide the limits.
+    """
     handles, tails = [], []
-    for i, (log, name) in enumerate(zip(logs, names)):
-        at, val_at = positions(log, axis)
-        colour, marker, dashes = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], ("-", "--", ":")[i // len(COLOURS) % 3]
+    for i, (((at, values), (val_at, val)), name) in enumerate(zip(curves, names), first):
+        colour, marker, dashes = style_of(i)
         n = smooth or max(5, len(at) // 20)
         end = max(1, len(at) - n // 4)  # the last means are of so few lines that they would end the curve in a spike
-        at, curve = at[:end], running_mean(log["train_loss"], n)[:end]
+        at, curve = at[:end], running_mean(values, n)[:end]
         ax.plot(at, curve, dashes, color=colour, lw=1.1, alpha=0.75)
-        ax.plot(val_at, log["val_loss"], marker, color=colour, ms=4, mec="white", mew=0.5, zorder=3)
-        last = f"  (last validation {log['val_loss'][-1]:.3f})" if len(val_at) else ""
-        handles.append(Line2D([], [], color=colour, ls=dashes, marker=marker, ms=4, mec="white", mew=0.5, lw=1.1, label=name + last))
-        late, late_val = at > 0.05 * at[-1], val_at > 0.05 * at[-1]
-        tails += [*curve[late], *log["val_loss"][late_val]]
+        ax.plot(val_at, val, marker, color=colour, ms=4, mec="white", mew=0.5, zorder=3)
+        handles.append(Line2D([], [], color=colour, ls=dashes, marker=marker, ms=4, mec="white", mew=0.5, lw=1.1, label=name))
+        tails += [*curve[at > 0.05 * at[-1]], *val[val_at > 0.05 * at[-1]]]
     low, high = np.nanmin(tails), np.nanmax(tails)
     ax.set_ylim(ymin or low - 0.04 * (high - low) - 1e-3, ymax or high + 0.04 * (high - low) + 1e-3)
     ax.set_xlim(left=0)
-    ax.set(xlabel={"steps": "Optimizer steps", "tokens": "Training tokens", "hours": "Hours of training"}[axis], ylabel="Loss (nats per token)",
-           title=title or "Training loss (lines) and validation loss (points)")
+    ax.set_xlabel({"steps": "Optimizer steps", "tokens": "Training tokens", "hours": "Hours of training"}[axis])
     ax.xaxis.set_major_formatter(lambda value, _: short(value))
+    return handles
+
+
+def plot_loss(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, title="", width=7.0):
+    """The figure of several runs' losses: train curves as lines, evaluations as points of the same colour."""
+    fig, ax = plt.subplots(figsize=(width, 0.5 * width), layout="constrained")
+    curves = [((at, log["train_loss"]), (val_at, log["val_loss"])) for log in logs for at, val_at in [positions(log, axis)]]
+    names = [name + (f"  (last validation {log['val_loss'][-1]:.3f})" if len(log["val_loss"]) else "") for name, log in zip(names, logs)]
+    handles = draw_curves(ax, curves, names, axis, smooth, ymin, ymax)
+    ax.set(ylabel="Loss (nats per token)", title=title or "Training loss (lines) and validation loss (points)")
     ax.legend(handles=handles, loc="upper right")
+    return fig
+
+
+def plot_difference(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, title="", width=7.0):
+    """
+    The figure of several runs' losses minus those of the first at the same steps. Runs that read the same tokens differ by far less than the loss of one
+    scatters from step to step, so this shows what curves on top of each other hide. Raises ValueError for a run that shares no step with the first.
+    """
+    first, curves, labels = logs[0], [], []
+    for log, name in zip(logs[1:], names[1:]):
+        (_, mine, base), (_, val_mine, val_base) = (np.intersect1d(log[key], first[key], return_indices=True) for key in ("step", "val_step"))
+        if not len(mine):
+            raise ValueError(f"{name} has no train line at a step of {names[0]}, so that there is no difference to draw; the runs need the same --log_interval.")
+        at, val_at = positions(log, axis)
+        val = log["val_loss"][val_mine] - first["val_loss"][val_base]
+        curves.append(((at[mine], log["train_loss"][mine] - first["train_loss"][base]), (val_at[val_mine], val)))
+        labels.append(name + (f"  (last validation {val[-1]:+.3f})" if len(val) else ""))
+    fig, ax = plt.subplots(figsize=(width, 0.5 * width), layout="constrained")
+    ax.axhline(0, color=style_of(0)[0], lw=1.1)
+    handles = draw_curves(ax, curves, labels, axis, smooth, ymin, ymax, first=1)
+    ax.set(ylabel="Difference of the losses (nats per token)", title=title or f"Loss minus that of {names[0]}: training (lines) and validation (points); below 0 is better")
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return fig
 
 
@@ -421,18 +461,33 @@ def batches_of(c, model, tokenizer, saved):
     return [part.windows(windows[i:i + 1], context)[0] for i in range(len(windows))]
 
 
-def depth_figures(c):
-    """{method: figure} of what the model reads across depth. Raises ValueError if it reads nothing."""
-    model, tokenizer, saved = open_model(c, configurator.find_device(c.device))
+def read_depth(c):
+    """(model, {method: weights}, tokens read) of what the options name: a model that reads, or the file of an earlier --save. Raises ValueError."""
+    if c.out_dir.endswith(".json"):
+        if not Path(c.out_dir).is_file():
+            raise ValueError(f"{c.out_dir} does not exist; give a file that plot.py wrote with --save, or the folder of a run.")
+        saved = json.loads(Path(c.out_dir).read_text(encoding="utf-8"))
+        with torch.device("meta"):  # drawing needs the shape, no parameter
+            model = decoder.GPT(decoder.GPTConfig(**saved["config"]))
+        return model, {name: [np.array(row) for row in rows] for name, rows in saved["weights"].items()}, saved["tokens"]
+    model, tokenizer, run = open_model(c, configurator.find_device(c.device))
     if model.config.depth == "none" and model.config.connector == "residual":
         raise ValueError("this model has depth=none and connector=residual: nothing attends across depth, so there is nothing to draw.")
-    batches = batches_of(c, model, tokenizer, saved)
-    tokens = f", mean of {sum(ids.numel() for ids in batches):,} tokens"
+    batches = batches_of(c, model, tokenizer, run)
     weights = mean_weights(model, batches)
     if not weights:
         raise ValueError("this model has so few layers that none reads another, so there is nothing to draw.")
+    return model, weights, sum(ids.numel() for ids in batches)
+
+
+def depth_figures(c):
+    """{method: figure} of what the model reads across depth. Raises ValueError if it reads nothing."""
+    model, weights, tokens = read_depth(c)
+    if c.save:
+        rounded = {name: [np.round(row, 5).tolist() for row in rows] for name, rows in weights.items()}
+        shards.write_json(c.save, {"config": dataclasses.asdict(model.config), "tokens": tokens, "weights": rounded})
     options = {name: {"heads": c.heads} if name in ("depth_attention", "moda") else {} for name in weights}
-    titles = {name: c.title or TITLES[name] + tokens * (name != "denseformer") for name in weights}
+    titles = {name: c.title or TITLES[name] + f", mean of {tokens:,} tokens" * (name != "denseformer") for name in weights}
     return {name: PLOTS[name](model, w, titles[name], c.width, **options[name]) for name, w in weights.items()}
 
 
@@ -451,7 +506,7 @@ def figures(c):
     validate(c)
     if c.depth:
         if len(c.operands) != (not c.init_from):
-            raise ValueError("--depth=True draws one model: give the folder of a run, or --init_from=FOLDER_OR_ID.")
+            raise ValueError("--depth=True draws one model: give the folder of a run, a file of --save, or --init_from=FOLDER_OR_ID.")
         c.out_dir = c.operands[0] if c.operands else ""
         return depth_figures(c)
     if not c.operands:
@@ -459,7 +514,10 @@ def figures(c):
     names = [name.strip() for name in c.labels.split(",")] if c.labels else run_names(c.operands)
     if len(names) != len(c.operands):
         raise ValueError(f"--labels={c.labels} has {len(names)} names for {len(c.operands)} runs.")
-    return {"loss": plot_loss([read_log(path) for path in c.operands], names, c.x, c.smooth, c.ymin, c.ymax, c.title, c.width)}
+    if c.difference and len(c.operands) < 2:
+        raise ValueError("--difference=True draws runs against the first: give two or more.")
+    kind, draw = ("difference", plot_difference) if c.difference else ("loss", plot_loss)
+    return {kind: draw([read_log(path) for path in c.operands], names, c.x, c.smooth, c.ymin, c.ymax, c.title, c.width)}
 
 
 def main(argv=None):

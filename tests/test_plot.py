@@ -14,6 +14,12 @@ from model import GPT, GPTConfig
 SHAPE = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=32, block_size=24, vocab_size=50, init_std=0.2, mhc_sinkhorn_iters=4)
 
 
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    plot.plt.close("all")
+
+
 def make_model(**fields):
     torch.manual_seed(1)
     model = GPT(GPTConfig(**SHAPE | fields)).eval()
@@ -247,8 +253,26 @@ def test_loss_figure(tmp_path):
     assert plot.short(0) == "0" and plot.short(1500) == "1.5k" and plot.short(2e9) == "2B" and plot.short(0.25) == "0.25"
 
 
+def test_difference_figure(tmp_path):
+    """Steps that one of the runs has not logged are left out, and so is what both have in common: here everything but a shift."""
+    logs = [plot.read_log(write_log(tmp_path / name, shift=shift)) for name, shift in (("a", 0), ("b", 0.1), ("c", -0.2))]
+    logs[2] = {key: values[5:] if not key.startswith("val") else values[:-1] for key, values in logs[2].items()}
+    fig = plot.plot_difference(logs, ["first", "second", "third"], "tokens")
+    zero, train_b, val_b, train_c, val_c = fig.axes[0].lines
+    np.testing.assert_allclose(train_b.get_ydata(), 0.1)
+    np.testing.assert_allclose(val_b.get_ydata(), 0.1)
+    assert train_b.get_xdata()[0] == 1000 and train_c.get_xdata()[0] == 6000 and len(val_b.get_xdata()) == 21 and len(val_c.get_xdata()) == 20
+    np.testing.assert_allclose(train_c.get_ydata(), -0.2)
+    assert [text.get_text() for text in fig.axes[0].get_legend().get_texts()] == ["second  (last validation +0.100)", "third  (last validation -0.200)"]
+    colours = [line.get_color() for line in plot.plot_loss(logs, ["first", "second", "third"]).axes[0].lines]
+    assert [train_b.get_color(), train_c.get_color()] == colours[2::2]  # a run has one colour in both figures
+    with pytest.raises(ValueError, match="b has no train line at a step of a"):
+        plot.plot_difference([logs[0], logs[1] | {"step": logs[1]["step"] + 1}], ["a", "b"])
+
+
 def test_names_of_runs_tell_them_apart(tmp_path):
     assert plot.run_names(["out/a", "out/b/log.jsonl"]) == ["a", "b"]
+    assert plot.run_names(["results/moda_lr0.002_seed1.jsonl", "results/b.jsonl"]) == ["moda_lr0.002_seed1", "b"]
     assert plot.run_names([tmp_path / "x/out", tmp_path / "y/out"]) == ["x/out", "y/out"]
 
 
@@ -270,6 +294,22 @@ def test_figures_of_a_run_of_train(tiny, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "attnres.png").read_bytes() != (tmp_path / "new_attnres.png").read_bytes()  # the shard is not the prompt
 
 
+@pytest.mark.parametrize("fields", [*METHODS, dict(connector="denseformer", depth="depth_attention", n_loop=2)])
+def test_saved_weights_are_drawn_again_without_the_model(tmp_path, monkeypatch, fields):
+    model = make_model(**fields)
+    monkeypatch.setattr(plot, "open_model", lambda c, device: (model, None, {}))
+    monkeypatch.setattr(plot, "batches_of", lambda *arguments: [ids(2, 12)])
+    drawn = plot.figures(plot.configurator.configure(plot.__file__, ["run", "--depth=True", f"--save={tmp_path / 'w.json'}"], operands="RUN"))
+    again = plot.figures(plot.configurator.configure(plot.__file__, [str(tmp_path / "w.json"), "--depth=True"], operands="RUN"))
+    assert drawn.keys() == again.keys() and drawn
+    for name, fig in drawn.items():
+        assert fig.get_suptitle() == again[name].get_suptitle()
+        for panel, ax in enumerate(fig.axes):
+            if ax.images:
+                np.testing.assert_allclose(image(again[name], panel), image(fig, panel), atol=1e-5)
+                assert names(ax.yaxis) == names(again[name].axes[panel].yaxis)
+
+
 def test_mistakes_end_in_a_sentence(tiny, tmp_path, refused):
     train.main([*tiny, "--max_iters=1"])
     out, log = str(tmp_path / "out"), str(write_log(tmp_path / "log"))
@@ -278,5 +318,6 @@ def test_mistakes_end_in_a_sentence(tiny, tmp_path, refused):
     for argv, sentence in (([], "there is no run to draw"), ([str(tmp_path)], "log.jsonl does not exist"), ([str(tmp_path / "empty")], "has no train lines yet"),
                            ([log, "--x=epochs"], "--x=epochs must be steps, tokens or hours"), ([log, "--out=loss.gif"], "must end in .png, .pdf or .svg"),
                            ([log, "--labels=a,b"], "has 2 names for 1 runs"), ([out, log, "--depth=True"], "draws one model"),
+                           ([log, "--difference=True"], "give two or more"), ([f"{out}.json", "--depth=True"], "out.json does not exist"),
                            ([out, "--depth=True"], "nothing attends across depth")):
         assert sentence in refused(plot.main, argv)
