@@ -178,12 +178,12 @@ def plot_difference(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, tit
         at, val_at = positions(log, axis)
         val = log["val_loss"][val_mine] - first["val_loss"][val_base]
         curves.append(((at[mine], log["train_loss"][mine] - first["train_loss"][base]), (val_at[val_mine], val)))
-        labels.append(name + (f"  (last validation {val[-1]:+.3f})" if len(val) else ""))
-    fig, ax = plt.subplots(figsize=(width, 0.5 * width), layout="constrained")
+        labels.append(name + (f"  ({val[-1]:+.4f})" if len(val) else ""))
+    fig, ax = plt.subplots(figsize=(width, 0.5 * width + 0.15 * math.ceil(len(labels) / 3)), layout="constrained")
     ax.axhline(0, color=style_of(0)[0], lw=1.1)
     handles = draw_curves(ax, curves, labels, axis, smooth, ymin, ymax, first=1)
-    ax.set(ylabel="Difference of the losses (nats per token)", title=title or f"Loss minus that of {names[0]}: training (lines) and validation (points); below 0 is better")
-    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    ax.set(ylabel="Difference of the losses (nats per token)", title=title or f"Loss minus that of {names[0]}: training (lines), validation (points; the last one in brackets)")
+    fig.legend(handles=handles, loc="outside lower center", ncols=3)
     return fig
 
 

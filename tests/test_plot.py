@@ -263,7 +263,7 @@ def test_difference_figure(tmp_path):
     np.testing.assert_allclose(val_b.get_ydata(), 0.1)
     assert train_b.get_xdata()[0] == 1000 and train_c.get_xdata()[0] == 6000 and len(val_b.get_xdata()) == 21 and len(val_c.get_xdata()) == 20
     np.testing.assert_allclose(train_c.get_ydata(), -0.2)
-    assert [text.get_text() for text in fig.axes[0].get_legend().get_texts()] == ["second  (last validation +0.100)", "third  (last validation -0.200)"]
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["second  (+0.1000)", "third  (-0.2000)"]
     colours = [line.get_color() for line in plot.plot_loss(logs, ["first", "second", "third"]).axes[0].lines]
     assert [train_b.get_color(), train_c.get_color()] == colours[2::2]  # a run has one colour in both figures
     with pytest.raises(ValueError, match="b has no train line at a step of a"):
