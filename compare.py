@@ -106,6 +106,20 @@ def plan(methods, rates, seeds, done, failed=()):
     return list(dict.fromkeys(wanted))
 
 
+def note_data(c):
+    """
+    Keeps what the runs read as data.json among the results: {"tokens": {"train", "val"}, and vocab_size, bytes, made_with as meta.json says}. Raises ValueError
+    if runs that are there already read something else.
+    """
+    folder, file = configurator.find(c.data_dir), configurator.ROOT / c.results / "data.json"
+    meta = shards.load_meta(folder)
+    data = {"tokens": {split: shards.open_split(folder, split).n_tokens for split in ("train", "val")}, **{key: meta.get(key) for key in ("vocab_size", "bytes", "made_with")}}
+    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != data:
+        raise ValueError(f"{file} says that the runs in its folder read other data than {folder} holds; give another --results and --out_dir, or the same data.")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    shards.write_json(file, data)
+
+
 def expected_seconds(run, done):
     """How long a run will take, from those that are done; None if none tells."""
     own = [r["seconds"] for other, r in done.items() if other.method == run.method and r["seconds"]]
@@ -258,8 +272,8 @@ def verdict(own, control, spread):
     return f"{difference:+.4f}" + " (tie)" * (abs(difference) <= 2 * spread * math.sqrt(1 / len(own) + 1 / len(control)))
 
 
-def table_lines(done, methods):
-    """The two tables and what must be said of them, as lines of Markdown. `done`: {Run: read_run}; methods in the table's order."""
+def table_lines(done, methods, data=None):
+    """The two tables and what must be said of them, as lines of Markdown. `done`: {Run: read_run}; methods in the table's order; data: what data.json says or None."""
     groups = groups_of(done)
     spread, freedoms = spread_of(groups)
     lines = ["| method | validation loss | bits per byte | against its control | parameters | tokens/s | time against vanilla | peak memory |", "|---|---|---|---|---|---|---|---|"]
@@ -279,15 +293,18 @@ def table_lines(done, methods):
         best = rates.index(best_rate(groups[method]))
         cells[best] = f"**{cells[best]}**"
         lines.append(f"| {TITLES.get(method, method)} | {' | '.join(cells)} |")
-    return [*lines, "", *notes(done, spread, freedoms)]
+    return [*lines, "", *notes(done, spread, freedoms, data)]
 
 
-def notes(done, spread, freedoms):
+def notes(done, spread, freedoms, data=None):
     """What the tables' numbers mean and rest on, as sentences."""
     some = next(iter(done.values()))
     told = f"{len(done)} runs of {some['max_iters']:,} steps, {some['tokens'] / 1e6:.1f}M tokens each, on one {some['device']} each (torch {some['versions']['torch']})"
     hours = sum(r["seconds"] or 0 for r in done.values())
-    sentences = [told + (f"; {hours / 60:.0f} minutes of it in all." if hours else ".") + " Every method stands with the better of its learning rates."]
+    sentences = [told + (f"; {hours / 60:.0f} minutes of it in all." if hours else ".") + " Every method stands with the best of its learning rates."]
+    if data:
+        tokens = data["tokens"]
+        sentences += [f"The data hold {tokens['train'] / 1e6:.1f}M tokens, of which a run reads {some['tokens'] / tokens['train']:.2f} epochs, and {tokens['val'] / 1e6:.2f}M for validation."]
     if spread is None:
         return [*sentences, "No method has several seeds at one rate, so nothing is known of the spread and no difference can be called one."]
     return [*sentences, f"Between seeds the loss has a standard deviation of {spread:.4f} ({freedoms} degrees of freedom); a difference of at most 2 standard deviations "
@@ -322,8 +339,9 @@ def main(argv=None):
             done = read_results(configurator.ROOT / c.results)
             if not done:
                 raise ValueError(f"{configurator.ROOT / c.results} holds no log of a finished run yet; run python compare.py first.")
-            return print("\n".join(table_lines(done, methods)))
-        shards.open_split(configurator.find(c.data_dir), "train")  # without data every run would fail, one by one
+            file = configurator.ROOT / c.results / "data.json"
+            return print("\n".join(table_lines(done, methods, json.loads(file.read_text(encoding="utf-8")) if file.exists() else None)))
+        note_data(c)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: stopped by SIGTERM; the same command goes on."))
         failed = train_all(c, methods, rates)
     if failed:

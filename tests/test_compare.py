@@ -115,7 +115,7 @@ def test_a_failure_does_not_hold_up_the_others(launch, tmp_path, capsys):
     with pytest.raises(SystemExit, match="error: 2 runs failed: moda_lr2_seed1, moda_lr1_seed1; "):
         launch(lambda run: (4.0, 5, "exit 3") if run.method == "moda" else (4.0, 10, "exit 0"), "--gpus=2")
     assert "moda, learning rate 2, seed 1 FAILED with exit code 3: ends so" in capsys.readouterr().out
-    assert sorted(path.stem for path in (tmp_path / "results").iterdir()) == ["mhc_lr1_seed1", "mhc_lr2_seed1", "vanilla_lr1_seed1", "vanilla_lr2_seed1"]
+    assert sorted(path.stem for path in (tmp_path / "results").glob("*.jsonl")) == ["mhc_lr1_seed1", "mhc_lr2_seed1", "vanilla_lr1_seed1", "vanilla_lr2_seed1"]
     assert launch(lambda run: (4.0, 10, "exit 0")) == [Run("moda", 2.0, 1), Run("moda", 1.0, 1)]  # a new call tries again
 
 
@@ -124,7 +124,7 @@ def test_what_is_cut_is_continued(launch, tmp_path, capsys, monkeypatch):
     begun = launch(lambda run: (4.0, 10, "exit 0") if run.lr == 2 else (4.0, 5, "trap 'exit 0' TERM; sleep 30 & wait"), "--seconds=1")
     assert begun == [Run("vanilla", 2.0, 1), Run("vanilla", 1.0, 1)]
     assert "vanilla, learning rate 1, seed 1: stopped and saved" in capsys.readouterr().out
-    assert [path.stem for path in (tmp_path / "results").iterdir()] == ["vanilla_lr2_seed1"]
+    assert [path.stem for path in (tmp_path / "results").glob("*.jsonl")] == ["vanilla_lr2_seed1"]
     assert launch(lambda run: (4.0, 10, "exit 0"))[0] == Run("vanilla", 1.0, 1)
     last = json.loads((tmp_path / "results/vanilla_lr1_seed1.jsonl").read_text().splitlines()[-1])
     assert last["seconds"] >= 0.9  # of both processes
@@ -147,7 +147,9 @@ def test_trains_for_real(corpus, tmp_path, capsys):
     assert (config["learning_rate"], config["min_lr"], config["max_iters"], config["n_layer"], config["data_dir"]) == (1e-2, 1e-3, 4, 2, str(corpus))
     capsys.readouterr()
     compare.main(["--table", *argv])
-    assert f"| vanilla | {found['val_loss']:.4f} | {found['val_bpb']:.4f} |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"| vanilla | {found['val_loss']:.4f} | {found['val_bpb']:.4f} |" in printed
+    assert "a run reads 0.04 epochs" in printed  # 128 of 3600 tokens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,8 +189,11 @@ def test_the_readme_has_the_table_of_the_committed_logs():
 
 def test_mistakes_are_said(refused, corpus, tmp_path):
     write_log(tmp_path / "held", Run("vanilla", 1.0, 1), 3.0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/data.json").write_text('{"tokens": {"train": 1, "val": 1}}')
     for argv, sentence in ((["--methods=moda"], "must begin with vanilla"), (["--methods=vanilla,magic"], "--methods=vanilla,magic must begin"), (["--learning_rates=1,x"], "must be positive numbers"),
                            (["--learning_rates=0"], "must be positive numbers"), (["--seeds=0"], "--seeds=0 must be at least 1"), (["--gpus=-1"], "--gpus=-1 must not be negative"),
                            (["--table", f"--results={tmp_path}"], "holds no log of a finished run yet"), ([f"--data_dir={tmp_path}"], "expected token shards"),
-                           ([f"--data_dir={corpus}", f"--results={tmp_path / 'held'}", "--max_iters=11"], "a run of 10 steps, but --max_iters=11 was given")):
+                           ([f"--data_dir={corpus}", f"--results={tmp_path / 'held'}", "--max_iters=11"], "a run of 10 steps, but --max_iters=11 was given"),
+                           ([f"--data_dir={corpus}", f"--results={tmp_path / 'other'}"], "read other data than")):
         assert sentence in refused(compare.main, argv)
