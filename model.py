@@ -918,7 +918,7 @@ class GPT(nn.Module):
         plain = [p for n, p in named if id(p) in norms or "bias" in n]
         decayed = [p for n, p in named if not (id(p) in norms or "bias" in n)]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=1e-8, fused=device_type == "cuda")
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=1e-8, fused=device_type in ("cpu", "cuda"))
 
     def num_params(self, embedding=True):
         """Number of parameters, with or without the input embedding (which is kept where it is also the head)."""
