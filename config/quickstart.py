@@ -1,4 +1,4 @@
-# A first loss: a small Depth-Attention model on the source of Python's standard library, in two to three minutes on two CPU cores.
+# A first loss: a small Depth-Attention model on the source of Python's standard library, in about three minutes on two CPU cores.
 #     python train.py config/quickstart.py
 # The shape is the recipes' one in small (grouped queries, SwiGLU of about 3 times the width, stride of half the layers) and deep enough for the
 # mechanism to have something to read: layers 0 and 2 are the sources of all later ones. The other numbers were tried out for these minutes.
