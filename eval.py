@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import checkpoint
 import configurator
-import hf
 from data import shards
-from data.tokenizer import json_tokenizer_from_file, tokenizer_from_meta
+from data.tokenizer import tokenizer_from_meta
+from hf import open_model
 from model import KVCache, sample
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -293,21 +292,6 @@ def find_tasks(c):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-
-def open_model(c, device, **overrides):
-    """
-    (GPT in eval mode, tokenizer or None, the run's checkpoint or {}) for the options init_from, out_dir and which. `overrides` replace fields of a
-    Hugging Face folder's GPTConfig. Raises ValueError.
-    """
-    if c.init_from:
-        path = hf.Folder(c.init_from).find("tokenizer.json")
-        return hf.load(c.init_from, device=device, **overrides), path and json_tokenizer_from_file(path), {}
-    if overrides:
-        raise ValueError(f"--{next(iter(overrides))} is fixed in the run's checkpoint; it can be given with --init_from only.")
-    model, saved = checkpoint.load_run(c.out_dir, c.which, device)
-    meta = saved["data"].get("tokenizer")
-    return model, tokenizer_from_meta(meta) if meta else None, saved
-
 
 def validate(c):
     """Raises ValueError for options that cannot work, naming option, value and rule."""

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 import checkpoint
 from configurator import clean_errors, find, find_device
 from data.shards import DataError, check_ids, eval_windows, open_split
-from data.tokenizer import ByteTokenizer, BPETokenizer, JSONTokenizer, need, tokenizer_from_meta
+from data.tokenizer import ByteTokenizer, BPETokenizer, JSONTokenizer, json_tokenizer_from_file, need, tokenizer_from_meta
 from model import GPT, GPTConfig
 
 # The reference's spellings of its baselines, and of depth attention in the older of its two fields.
@@ -373,6 +373,21 @@ def load(path_or_repo_id, dtype="float32", device="cpu", **overrides):
     if repeated and not torch.equal(folder.tensor("lm_head.weight"), folder.tensor("model.embed_tokens.weight")):
         raise ValueError(f"{folder.name}: config.json has tie_word_embeddings true, but lm_head.weight differs from model.embed_tokens.weight")
     return model.eval()
+
+
+def open_model(c, device, **overrides):
+    """
+    (GPT in eval mode, tokenizer or None, the run's checkpoint or {}) for the options init_from, out_dir and which. `overrides` replace fields of a
+    Hugging Face folder's GPTConfig. Raises ValueError.
+    """
+    if c.init_from:
+        path = Folder(c.init_from).find("tokenizer.json")
+        return load(c.init_from, device=device, **overrides), path and json_tokenizer_from_file(path), {}
+    if overrides:
+        raise ValueError(f"--{next(iter(overrides))} is fixed in the run's checkpoint; it can be given with --init_from only.")
+    model, saved = checkpoint.load_run(c.out_dir, c.which, device)
+    meta = saved["data"].get("tokenizer")
+    return model, tokenizer_from_meta(meta) if meta else None, saved
 
 
 def folder_config(folder, **overrides):

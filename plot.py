@@ -22,7 +22,7 @@ import torch
 import configurator
 import model as decoder
 from data import shards
-from eval import open_model
+from hf import open_model
 
 try:
     import matplotlib

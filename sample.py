@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import configurator
-import hf
-from data.tokenizer import json_tokenizer_from_file, tokenizer_from_meta
+from hf import open_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # model
@@ -44,19 +42,6 @@ def validate(c):
     configurator.require(c, "top_p", 0 < c.top_p <= 1, "must be above 0 and at most 1; 1 = all tokens")
 
 
-def open_model(c, device):
-    """(GPT in eval mode on the device, tokenizer). Raises ValueError."""
-    if c.init_from:
-        path = hf.Folder(c.init_from).find("tokenizer.json")
-        if not path:
-            raise ValueError(f"{c.init_from} has no tokenizer.json, without which no text can be read or written; put the model's own into it.")
-        return hf.load(c.init_from, device=device), json_tokenizer_from_file(path)
-    model, saved = checkpoint.load_run(c.out_dir, c.which, device)
-    if not saved["data"]["tokenizer"]:
-        raise ValueError(f"the data that {c.out_dir} was trained on has no tokenizer in its meta.json, so no text can be read or written.")
-    return model, tokenizer_from_meta(saved["data"]["tokenizer"])
-
-
 def prompt_ids(start, tokenizer):
     """The prompt's token ids: of the text, of the file's text after FILE:, or the end-of-text token (id 0 where there is none). Raises ValueError."""
     text = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8") if start.startswith("FILE:") else start
@@ -84,7 +69,10 @@ def main(argv=None):
         validate(c)
         device = configurator.find_device(c.device)
         half = c.dtype == "bfloat16" or not c.dtype and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        model, tokenizer = open_model(c, device)
+        model, tokenizer, _ = open_model(c, device)
+        if tokenizer is None:
+            raise ValueError(f"{c.init_from or c.out_dir} comes without a tokenizer, so that no text can be read or written; a Hugging Face folder needs its "
+                             "tokenizer.json, a run a tokenizer in the meta.json of its data.")
         with torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext():
             for text in texts(c, model, tokenizer, device):
                 print(text, "-" * 80, sep="\n", flush=True)

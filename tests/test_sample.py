@@ -99,7 +99,7 @@ def test_case_36_bad_options_are_clean_errors(run, refused, option):
 def test_a_run_without_a_tokenizer_says_so(corpus, own_corpus, tmp_path, refused):
     train.shards.write_json(own_corpus / "meta.json", {"vocab_size": 10})
     train.main([*tiny_run(own_corpus, tmp_path / "out"), "--max_iters=1", "--sample_tokens=3"])
-    assert "no tokenizer" in refused(sample.main, [f"--out_dir={tmp_path / 'out'}", "--device=cpu"])
+    assert "comes without a tokenizer" in refused(sample.main, [f"--out_dir={tmp_path / 'out'}", "--device=cpu"])
 
 
 def test_a_hugging_face_folder_gives_the_same_texts(tmp_path, capfd, refused):
