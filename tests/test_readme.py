@@ -1,6 +1,7 @@
 """What the README states is what the code computes and what results/ holds."""
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import plan
@@ -33,3 +34,9 @@ def test_every_file_is_named_and_every_named_file_exists():
 def test_commands_name_files_that_exist():
     commands = re.findall(r"python ([\w/]+\.py)((?: [\w/]+\.py)?)", README) + re.findall(r"nproc_per_node=8 (?:\S+ )*?(\w+\.py) ([\w/]+\.py)", README)
     assert len(commands) > 5 and all((ROOT / name.strip()).exists() for command in commands for name in command if name.strip())
+
+
+def test_packaging_names_every_module():
+    packaging = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    assert sorted(packaging["py-modules"]) == sorted(path.stem for path in ROOT.glob("*.py"))
+    assert sorted(packaging["packages"]) == ["data", *sorted(f"data.{path.parent.name}" for path in ROOT.glob("data/*/prepare.py"))]
