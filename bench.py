@@ -15,13 +15,17 @@ the first method. Nothing is timed that is wrong: the path that is timed is comp
 in turn, which leaves the speed as it is and lets any number of them fit into memory; the peak memory shown is what each would need alone.
 """
 import contextlib
+import concurrent.futures
 import copy
 import dataclasses
 import difflib
+import functools
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -476,30 +480,34 @@ def decoding(c, device, autocast):
     length = min(c.prompt_tokens, fields["block_size"] - n)
     if length < 1 or n < 2:
         raise ValueError(f"--new_tokens={n} must be at least 2 and leave room for a prompt in {fields['block_size']} tokens.")
-    bandwidth, rows, errors = copy_bandwidth(device), [], []
-    makers = [(label, config, own_generator) for label, config in listed]
+    bandwidth, errors, runs = copy_bandwidth(device), [], []
+    makers = [(label, config, own_generator, n) for label, config in listed]
     if importlib.util.find_spec("transformers"):
-        makers += [("hf_llama", listed[0][1], peer_generator)] + [("hf_llama static", listed[0][1], peer_generator)] * (device.type == "cuda")
+        makers.append(("hf_llama", listed[0][1], peer_generator, min(n, 64)))  # a tenth of the speed, and no longer turns for that
     for batch in sorted({1, c.batch_size or 1}):
-        first = None
-        for label, config, make in makers:
-            prompt = torch.randint(config.vocab_size, (batch, length), device=device)
+        prompt = torch.randint(fields["vocab_size"], (batch, length), device=device)
+        for label, config, make, tokens in makers:
             try:
-                generate, bytes_read = make(label, config, prompt, length + n / 2, DTYPES[c.dtype], autocast)
+                generate, bytes_read = make(label, config, prompt, length + tokens / 2, DTYPES[c.dtype], autocast)
             except ValueError as error:
                 errors.append(str(error))
                 continue
-            seconds = generation_seconds(generate, n, device)
-            first = first or seconds
-            rows.append({"method": label, "batch": batch, "tokens/s": batch / seconds, "ms a token": 1000 * seconds,
-                         "of the bound %": 100 * bytes_read / bandwidth / seconds, "overhead %": 100 * (seconds / first - 1)})
+            runs.append((label, batch, tokens, generate, bytes_read, []))
+    for _ in range(4):
+        for _, _, tokens, generate, _, seconds in runs:
+            seconds.append(generation_seconds(generate, tokens, device))
+    rows, first = [], {}
+    for label, batch, _, _, bytes_read, seconds in runs:
+        seconds = statistics.median(seconds[1:])  # the first turn compiles and captures
+        rows.append({"method": label, "batch": batch, "tokens/s": batch / seconds, "ms a token": 1000 * seconds, "floor ms": 1000 * bytes_read / bandwidth,
+                     "of the bound %": 100 * bytes_read / bandwidth / seconds, "overhead %": 100 * (seconds / first.setdefault(batch, seconds) - 1)})
     title = f"Generation, shape {name}: {n} tokens behind a prompt of {length}, {c.dtype}; copies run at {bandwidth / 1e9:,.0f} GB/s"
     return title, rows, [], errors
 
 
 def own_generator(label, config, prompt, length, dtype, autocast):
     """(function that generates k tokens as sample.py does, the bytes that a token must read). Raises ValueError if the method decodes wrongly."""
-    check_decoding(label, config, autocast, dtype, prompt.device)
+    check_decoding(label, config, autocast, dtype, prompt.device, len(prompt))
     with torch.device(prompt.device):
         model = GPT(config).eval()
 
@@ -510,29 +518,25 @@ def own_generator(label, config, prompt, length, dtype, autocast):
 
 
 def peer_generator(label, config, prompt, length, dtype, _):
-    """The same of Hugging Face's generate for a Llama of the shape, with its default cache or, labelled so, with the static one, which it compiles."""
+    """The same of Hugging Face's generate for a Llama of the shape."""
     with torch.device(prompt.device):
         llama = hf_llama(config).to(dtype).eval()
     options = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0)
-    options |= {"cache_implementation": "static"} if label.endswith("static") else {}
     weights = sum(p.numel() for p in llama.parameters()) - (0 if config.tie_embeddings else llama.model.embed_tokens.weight.numel())
     cache = len(prompt) * length * 2 * config.n_layer * config.n_kv_head * config.head_dim
     return lambda k: llama.generate(prompt, max_new_tokens=k, min_new_tokens=k, **options), torch.finfo(dtype).bits // 8 * (weights + cache)
 
 
 def generation_seconds(generate, n, device):
-    """Seconds a token without those of the prompt: the time for n tokens less that for one, over n - 1; the median of 3."""
-    times = []
-    for _ in range(4):
-        pair = []
-        for k in (1, n):
-            wait(device)
-            start = time.perf_counter()
-            generate(k)
-            wait(device)
-            pair.append(time.perf_counter() - start)
-        times.append((pair[1] - pair[0]) / (n - 1))
-    return statistics.median(times[1:])  # the first run compiles and captures
+    """Seconds a token without those of the prompt: the time for n tokens less that for one, over n - 1."""
+    seconds = []
+    for k in (1, n):
+        wait(device)
+        start = time.perf_counter()
+        generate(k)
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return (seconds[1] - seconds[0]) / (n - 1)
 
 
 def bytes_per_token(model, batch, length, size):
@@ -543,16 +547,16 @@ def bytes_per_token(model, batch, length, size):
     return size * (layers + rest + batch * length * 2 * len(model.order) * c.n_kv_head * c.head_dim)
 
 
-def check_decoding(name, config, autocast, dtype, device):
+def check_decoding(name, config, autocast, dtype, device, batch=2):
     """
     Raises ValueError unless each token that greedy generation gives, as it is timed, is the most likely one of the definitions in float64 without a cache,
     up to what rounding may turn, on a small model.
     """
     with torch.device(device):
         model = GPT(reduced(config)).eval()
-        prompt = torch.randint(model.config.vocab_size, (2, min(17, config.block_size // 2)))
+        prompt = torch.randint(model.config.vocab_size, (batch, model.config.block_size // 2))
     with autocast:
-        tokens = model.generate(prompt, min(24, config.block_size - prompt.shape[1]), temperature=0)
+        tokens = model.generate(prompt, min(24, model.config.block_size - prompt.shape[1]), temperature=0)
     with only_definitions(), torch.no_grad():
         logits = model.double()(tokens[:, :-1])[0][:, prompt.shape[1] - 1:]
     behind = logits.amax(-1) - logits.gather(-1, tokens[:, prompt.shape[1]:, None]).squeeze(-1)
@@ -678,8 +682,11 @@ def outputs_and_gradients(function, inputs, seeds):
 
 
 def check_case(case, dtype):
-    """Raises ValueError unless outputs and gradients of a kernel agree with its definition in float64 on fresh random inputs; returns the largest error."""
-    inputs, seeds = case.inputs(2, 83), []
+    """
+    Raises ValueError unless outputs and gradients of a kernel agree with its definition in float64 on fresh random inputs; returns the largest error. Sizes are
+    multiples of 16, as those of the shapes are, so that Triton compiles what is timed; tests/test_kernels.py has the ragged ones.
+    """
+    inputs, seeds = case.inputs(2, 80), []
     found = outputs_and_gradients(case.fused, inputs, seeds) if case.backward else list(case.fused(*inputs))
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     exact = outputs_and_gradients(case.definition, wide, seeds) if case.backward else list(case.definition(*wide))
@@ -690,76 +697,151 @@ def check_case(case, dtype):
     return error
 
 
-def device_ms(call, device, repeats=20):
-    """Median milliseconds of a call's work on the device, which is kept busy before each so that launches wait in its queue and its cache holds other data."""
+def check_number(i, fields, device, dtype):
+    """check_case of the i-th case of a shape, for a process of its own: the largest error, or the sentence that says what is wrong."""
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")
+    try:
+        return check_case(all_cases(GPTConfig(**fields), device, dtype)[i], dtype)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def check_all(cases, fields, device, dtype):
+    """
+    For each case its largest error or a sentence. On a GPU in many processes at once, because what takes the time is Triton's compiler; what they compile,
+    this process finds in Triton's cache.
+    """
+    if device.type != "cuda":
+        return [check_case(case, dtype) for case in cases]
+    workers = max(1, min(len(cases), (os.cpu_count() or 2) - 1))
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(check_number, range(len(cases)), *map(itertools.repeat, (fields, device, dtype))))
+
+
+def median_ms(run, device):
+    """Median milliseconds of run() among several in a row, with whatever the host takes where that is longer."""
     mark, between = stopwatch(device)
-    times, flush = [], torch.empty(2**26 if device.type == "cuda" else 1, device=device)
-    for i in range(repeats + 3):
-        flush.zero_()
-        if device.type == "cuda":
-            torch.cuda._sleep(5_000_000)  # cycles: about 3 ms
-        start = mark()
-        call()
-        times.append((start, mark()))
-        if i == 2:  # compiled and warm by now; long calls need no more repeats than a median does
-            wait(device)
-            repeats = min(repeats, max(5, round(1000 / max(between(*times[-1]), 1e-3))))
-        if i == repeats + 2:
-            break
+    run()
     wait(device)
-    return statistics.median(between(*pair) for pair in times[3:])
+    start = mark()
+    run()
+    end = mark()
+    wait(device)
+    marks = [mark()]
+    for _ in range(min(20, max(4, round(300 / max(between(start, end), 1e-3)))) if device.type == "cuda" else 2):
+        run()
+        marks.append(mark())
+    wait(device)
+    return statistics.median(between(*pair) for pair in list(zip(marks, marks[1:]))[1:])
 
 
-def both_ms(function, inputs, device, differentiated=True):
-    """Milliseconds of a function's forward pass and of its backward pass (None if it has none)."""
-    with torch.no_grad():
-        forward = device_ms(lambda: function(*inputs), device)
-    if not differentiated:
-        return forward, None
+def device_ms(calls, device, notes, name):
+    """
+    Milliseconds of one of the calls, which do the same on tensors of their own, together too large for the cache. They run as one CUDA graph: the host has no
+    part in the time. Where they cannot be captured, as they are, with a note.
+    """
+    def run():
+        for call in calls:
+            call()
+    if device.type == "cuda":
+        run()  # compiles, and makes the buffers that live longer than a call
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                run()
+            return median_ms(graph.replay, device) / len(calls)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            notes.append(f"{name} could not be captured in a CUDA graph ({str(error).splitlines()[0]}): its time includes the host's.")
+    return median_ms(run, device) / len(calls)
+
+
+def both_ms(function, sets, device, notes, name, differentiated=True):
+    """Milliseconds on the device of a function's forward pass and of its backward pass (None if it has none), given several sets of its inputs."""
     is_leaf = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
-    leaves = [x.detach().requires_grad_() if is_leaf(x) else x for x in inputs]
-    outputs = function(*leaves)
-    outputs = [x for x in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if x.requires_grad]
-    seeds, wanted = [torch.randn_like(x) for x in outputs], [x for x in leaves if is_leaf(x)]
-    return forward, device_ms(lambda: torch.autograd.grad(outputs, wanted, seeds, retain_graph=True), device)
+    stream = torch.cuda.Stream() if device.type == "cuda" else None  # backward runs where forward ran, and the default stream cannot be captured
+    with torch.cuda.stream(stream):
+        with torch.no_grad():
+            forward = device_ms([functools.partial(function, *inputs) for inputs in sets], device, notes, f"{name}, forward,")
+        if not differentiated:
+            return forward, None
+
+        def backward(inputs):
+            leaves = [x.detach().requires_grad_() if is_leaf(x) else x for x in inputs]
+            outputs = function(*leaves)
+            outputs = [x for x in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if x.requires_grad]
+            seeds, wanted = [torch.randn_like(x) for x in outputs], [x for x in leaves if is_leaf(x)]
+            return lambda: torch.autograd.grad(outputs, wanted, seeds, retain_graph=True)
+        return forward, device_ms([backward(inputs) for inputs in sets], device, notes, f"{name}, backward,")
 
 
-def kernel_row(case, B, T, dtype, bandwidth, device):
+def input_sets(make, device):
+    """As many sets of inputs as it takes to hold 512 MB, an H200's cache ten times over: 1 to 32 of them. Outside a GPU one."""
+    sets, total = [make()], 0
+    size = sum(x.nbytes for x in sets[0] if isinstance(x, torch.Tensor))
+    if device.type == "cuda":
+        sets += [make() for _ in range(min(31, 2**29 // max(size, 1)))]
+    return sets
+
+
+def kernel_row(case, B, T, dtype, bandwidth, device, notes=None):
     tokens, size = min(B * T, 8192) if case.name == "cross_entropy" else B * T, torch.finfo(dtype).bits // 8
-    forward, backward = both_ms(case.timed or case.fused, case.shared(case.inputs(B, T)), device, case.backward > 0)
+    sets = [case.shared(inputs) for inputs in input_sets(lambda: case.inputs(B, T), device)]
+    forward, backward = both_ms(case.timed or case.fused, sets, device, [] if notes is None else notes, case.name, case.backward > 0)
     floors = [1000 * tokens * size * elements / bandwidth for elements in (case.forward, case.backward)]
     return {"kernel": case.name, "tokens": tokens, "forward ms": forward, "floor": floors[0], "% of its speed": 100 * floors[0] / forward, "backward ms": backward,
             "its floor": floors[1] if backward else None, "% of that": 100 * floors[1] / backward if backward else None}
 
 
-def attention_rows(c, B, T, bandwidth, device, dtype):
+def attention_rows(c, B, T, bandwidth, device, dtype, notes):
     """
-    Attention over the sequence as the model runs it, and MoDA's of B=1, 8 groups of 8 heads of 64 and 64 slots, each with SDPA without depth beside it. MoDA's
-    floors are those of the depth slots' part, which is the time that the slots add: read, or read and their gradients written, besides q, o and their gradients.
+    Attention over the sequence as the model runs it, and MoDA's of B=1, 8 groups of 8 heads of 64 and 64 slots, each with cuDNN's SDPA without depth beside it.
+    MoDA's floors are those of the depth slots' part, which is the time that the slots add: read, or read and their gradients written, besides q, o and their
+    gradients. "eager" is both passes called from Python, host included.
     """
     import kernels as fused
+    H, L, lengths = (64, 64, (65536, 16384, 4096)) if device.type == "cuda" else (64, 3, (16,))
+    heads = lambda B, T, n, D: torch.randn(B, T, n, D, device=device).to(dtype).transpose(1, 2)
 
     def sdpa(q, k, v):
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    def row(name, function, inputs):
-        own, plain = both_ms(function, inputs, device), both_ms(sdpa, inputs[:3], device)
-        found = {"kernel": name, "tokens": inputs[0].shape[0] * inputs[0].shape[2], "forward ms": own[0], "backward ms": own[1],
-                 "SDPA forward": plain[0], "SDPA backward": plain[1], "times SDPA": sum(own) / sum(plain)}
-        if len(inputs) > 3:
-            alone, slots, q = both_ms(function, inputs[:3], device), sum(x.nbytes for x in inputs[3:]), inputs[0].nbytes
-            lse = 4 * inputs[0].numel() / inputs[0].shape[-1]
-            floors = [1000 * moved / bandwidth for moved in (slots + 3 * q + 2 * lse, 2 * slots + 5 * q + lse)]
+    def eager_ms(function, inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        seed = torch.randn_like(inputs[0])
+        return median_ms(lambda: torch.autograd.grad(function(*leaves), leaves, seed), device)
+
+    def row(name, function, sets, plain):
+        own, q = both_ms(function, sets, device, notes, name), sets[0][0]
+        found = {"kernel": name, "tokens": q.shape[0] * q.shape[2], "forward ms": own[0], "backward ms": own[1], "SDPA forward": plain[0], "SDPA backward": plain[1],
+                 "times SDPA": sum(own) / sum(plain)}
+        if len(sets[0]) > 3:
+            alone = both_ms(function, [inputs[:3] for inputs in sets], device, notes, name)
+            slots, lse = sum(x.nbytes for x in sets[0][3:]), 4 * q.numel() / q.shape[-1]
+            floors = [1000 * moved / bandwidth for moved in (slots + 3 * q.nbytes + 2 * lse, 2 * slots + 5 * q.nbytes + lse)]
             found |= {"floor": floors[0], "% of its speed": 100 * floors[0] / (own[0] - alone[0]), "its floor": floors[1], "% of that": 100 * floors[1] / (own[1] - alone[1])}
         return found
 
-    heads = lambda B, T, n, D: torch.randn(B, T, n, D, device=device).to(dtype).transpose(1, 2)
-    yield row("attention", definitions.attention, [heads(B, T, n, c.head_dim) for n in (c.n_head, c.n_kv_head, c.n_kv_head)])
-    L, lengths = (64, (4096, 16384, 65536)) if device.type == "cuda" else (3, (16,))
-    moda = lambda q, k, v, *slots: fused.moda_attention(q, k, v, slots[:L], slots[L:])
+    def plain_ms(sets):
+        return both_ms(sdpa, [inputs[:3] for inputs in sets], device, notes, "SDPA")
+
+    sets = input_sets(lambda: [heads(B, T, n, c.head_dim) for n in (c.n_head, c.n_kv_head, c.n_kv_head)], device)
+    yield row("attention", definitions.attention, sets, plain_ms(sets))
+    q, k = sets[0][0][:1, :, :8], sets[0][1][:1, :, :8]
+    backends = list(dict.fromkeys((fused._sequence_backend(q, k), "cudnn"))) if device.type == "cuda" else [""]
     for length in lengths:
-        yield row(f"moda_attention, {L} slots, T={length}", moda, [heads(1, length, n, 64) for n in (64, *[8] * (2 + 2 * L))])
+        sets = input_sets(lambda: [heads(1, length, n, 64) for n in (H, *[8] * (2 + 2 * L))], device)
+        plain = plain_ms(sets)
+        for backend in backends:
+            moda = lambda q, k, v, *slots: fused.moda_attention(q, k, v, slots[:L], slots[L:], backend)
+            found = row(f"moda_attention, {L} slots, T={length}" + f", {backend}" * (backend != ""), moda, sets, plain)
+            if length == min(lengths):
+                found |= {"eager ms": eager_ms(moda, sets[0]), "SDPA eager": eager_ms(sdpa, sets[0][:3])}
+            yield found
+        del sets
 
 
 def moda_case(L, device, dtype):
@@ -767,7 +849,11 @@ def moda_case(L, device, dtype):
     heads = lambda B, T, n: torch.randn(B, T, n, 64, device=device).to(dtype).transpose(1, 2)
     halves = lambda f: lambda q, k, v, *slots: f(q, k, v, slots[:L], slots[L:])
     return Case(f"moda_attention, {L} slots", halves(fused.moda_attention), halves(definitions.moda_attention),
-                lambda B, T: [heads(B, T, n) for n in (16, *[2] * (2 + 2 * L))], 0, 1)
+                lambda B, T: [heads(B, T, n) for n in (64, *[8] * (2 + 2 * L))], 0, 1)
+
+
+def all_cases(config, device, dtype):
+    return [moda_case(5, device, dtype), *elementwise_cases(config, device, dtype), *depth_cases(config, device, dtype)]
 
 
 def best_settings(case, B, T, device):
@@ -775,12 +861,13 @@ def best_settings(case, B, T, device):
     import kernels as fused
     found = []
     for entry in case.settings:
-        own, inputs, backward = fused.SETTINGS[entry], case.shared(case.inputs(B, T)), entry.endswith("backward")
+        own, backward = fused.SETTINGS[entry], entry.endswith("backward")
+        sets = [case.shared(inputs) for inputs in input_sets(lambda: case.inputs(B, T), device)]
         times = {}
         for change in sorted({own[:i] + (value,) + own[i + 1:] for i, n in enumerate(own) for value in (n, max(1, n // 2), 2 * n)}):
             fused.SETTINGS[entry] = change
             try:
-                pair = both_ms(case.timed or case.fused, inputs, device, case.backward > 0)
+                pair = both_ms(case.timed or case.fused, sets, device, found, case.name, case.backward > 0)
                 times[change] = pair[1] if backward else sum(x or 0 for x in pair) if case.settings == (entry,) else pair[0]
             except Exception as error:  # too many registers or threads: a setting that this GPU cannot run
                 found.append(f"{entry} {change}: {type(error).__name__}")
@@ -788,6 +875,12 @@ def best_settings(case, B, T, device):
         best = min(times, key=times.get)
         found.append(f"{case.name}: {entry} = {own} takes {times[own]:.3f} ms; best of its neighbours is {best} with {times[best]:.3f} ms")
     return found
+
+
+def say(row):
+    """Prints a row as soon as it is known, and returns it."""
+    print(", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items() if value is not None), flush=True)
+    return row
 
 
 def kernel_table(c, device, _):
@@ -799,16 +892,18 @@ def kernel_table(c, device, _):
     name, file, fields, B = read_shape(c, device)
     config, dtype = GPTConfig(**fields), DTYPES[c.dtype]
     B, T = (B, config.block_size) if device.type == "cuda" else (1, 16)
-    bandwidth, rows, failed, notes = copy_bandwidth(device), [], [], []
-    for case in [moda_case(5, device, dtype)] + elementwise_cases(config, device, dtype) + depth_cases(config, device, dtype):
+    bandwidth, rows, failed, notes, cases = copy_bandwidth(device), [], [], [], all_cases(config, device, dtype)
+    for case, error in zip(cases, check_all(cases, fields, device, dtype), strict=True):
         try:
-            error = check_case(case, dtype)
-            rows += [kernel_row(case, B, T, dtype, bandwidth, device) | {"error": f"{error:.1e}"}] if case.forward else []
+            if isinstance(error, str):
+                raise ValueError(error)
+            if case.forward:
+                rows.append(say(kernel_row(case, B, T, dtype, bandwidth, device, notes) | {"error": f"{error:.1e}"}))
             notes += best_settings(case, B, T, device) if c.sweep else []
         except (ValueError, torch.OutOfMemoryError) as error:
             failed.append(str(error))
     try:
-        rows += attention_rows(config, B, T, bandwidth, device, dtype)
+        rows += map(say, attention_rows(config, B, T, bandwidth, device, dtype, notes))
     except torch.OutOfMemoryError:
         failed.append("The device's memory is too small for the longest of MoDA's sequences.")
     title = f"Kernels, shape {name}: {B} x {T} tokens, {c.dtype}; copies run at {bandwidth / 1e9:,.0f} GB/s, which makes the floors (ms)"

@@ -349,8 +349,7 @@ class Attention(nn.Module):
         """
         q, k, v = self.heads(x, rope, mix)
         k, v, source = publish(k, v) if share else (k, v, None)
-        all_k, all_v = cache.append(k, v) if cache else (k, v)
-        o = joint_attention(q, all_k, all_v, slots)
+        o = cache.attend(q, k, v, slots) if cache else joint_attention(q, k, v, slots)
         return self.out(o.transpose(1, 2).flatten(2)), source
 
 
@@ -763,6 +762,10 @@ class KVSlot:
     def __init__(self, cache):
         self.cache, self.k, self.v = cache, None, None
 
+    def attend(self, q, k, v, slots=()):
+        """Attention of new tokens, `joint_attention`'s arguments, over the cache's tokens and each other."""
+        return joint_attention(q, *self.append(k, v), slots)
+
     def append(self, k, v):
         """Writes k, v [B,G,T,D] behind the cache's tokens; returns all keys and values so far."""
         start, end = self.cache.length, self.cache.length + k.shape[2]
@@ -884,7 +887,7 @@ class GPT(nn.Module):
         """
         Continues idx [B,T>=1] by max_new_tokens and returns all of it. temperature 0 = argmax; top_k 0 or None = off; stop_token ends a row
         (it is repeated behind its first occurrence) and generation once every row has ended. Beyond block_size the model sees the window
-        that starts at `window_start`, the same with and without the cache.
+        that starts at `window_start`, the same with and without the cache. What is written here runs on CPUs; see decode.py for GPUs.
         """
         if not temperature >= 0:
             raise ValueError(f"temperature={temperature} must not be negative; 0 takes the most likely token")
@@ -894,6 +897,10 @@ class GPT(nn.Module):
             raise ValueError(f"top_p={top_p} must be above 0 and at most 1; 1 keeps every token")
         if not idx.shape[1]:
             raise ValueError("generate needs at least one token to continue; start from the tokenizer's end-of-text token")
+        draw = lambda logits: sample(logits.float(), temperature, top_k, top_p, generator)
+        if use_cache and fused(self.embed.weight):
+            import decode
+            return decode.generate(self, idx, max_new_tokens, draw, stop_token)
         done = torch.zeros(idx.shape[0], dtype=torch.bool, device=idx.device)
         cache, begin = None, 0
         for _ in range(max_new_tokens):
@@ -902,7 +909,7 @@ class GPT(nn.Module):
                 cache, begin = KVCache(self.config, min(self.config.block_size, idx.shape[1] - start + max_new_tokens)), start
             new = idx[:, start + (cache.length if cache else 0):]
             logits = self(new, cache=cache, last_only=True)[0][:, -1]
-            token = sample(logits.float(), temperature, top_k, top_p, generator)
+            token = draw(logits)
             if stop_token is not None:
                 token = token.where(~done, stop_token)
                 done |= token == stop_token
@@ -987,4 +994,5 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         p, order = torch.softmax(logits, -1).sort(descending=True)
         outside = (p.cumsum(-1) - p) >= top_p  # a token is kept while the mass before it is below top_p: at least one is
         logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
-    return torch.multinomial(torch.softmax(logits, -1), 1, generator=generator).squeeze(-1)
+    p = torch.softmax(logits, -1)
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)  # what torch.multinomial draws, which also makes the CPU wait
