@@ -156,7 +156,8 @@ def build_model(c, ranks, resumed):
     """The GPT on this rank's device, from the checkpoint, a Hugging Face folder or the seed; c's model fields are filled in with what it has."""
     torch.manual_seed(c.seed)
     if resumed or c.init_from == "scratch":
-        model = GPT(GPTConfig(**{name: getattr(c, name) for name in MODEL_FIELDS}))
+        with ranks.device if ranks.device.type == "cuda" else contextlib.nullcontext():  # drawn there: a CPU takes a minute for 3B random numbers
+            model = GPT(GPTConfig(**{name: getattr(c, name) for name in MODEL_FIELDS}))
     else:
         given = {name: getattr(c, name) for name in {"block_size", *c.given} & set(MODEL_FIELDS)}
         model = GPT.from_pretrained(c.init_from, **given)
