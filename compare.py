@@ -42,6 +42,7 @@ table = False  # train nothing, print the tables
 # ----------------------------------------------------------------------------------------------------------------------
 
 CONTROL = {"looped_depth_attention": "looped_vanilla"}  # what a method is compared with, if not with vanilla
+VARIANTS = ("depth_attention_dense", "looped_vanilla", "looped_depth_attention")  # come after the methods themselves
 SPREAD = ("vanilla", "depth_attention")  # the methods that are trained from several seeds
 COST = {"denseformer": 1.2, "attnres": 1.2, "moda": 1.5, "mhc": 2.0}  # time of a run over vanilla's, as long as none of its own has been measured
 TITLES = {"vanilla": "vanilla", "depth_attention": "Depth-Attention, stride 12", "depth_attention_dense": "Depth-Attention, stride 6", "denseformer": "DenseFormer",
@@ -92,18 +93,19 @@ def read_results(folder):
 def plan(methods, rates, seeds, done, failed=()):
     """
     The runs in order of worth, as far as they can be named: which they are depends on what the `done` ones ({Run: read_run}) gave. First vanilla at every
-    rate, with one run of Depth-Attention at the expected one, so that two GPUs have work; then the methods at vanilla's best; then the second seed;
-    the methods at its second best; the other seeds. A rate at which vanilla `failed` is none for the others.
+    rate, with one run of Depth-Attention at the expected one, so that two GPUs have work; then the methods at vanilla's best; the second seed; the
+    variants; the methods at vanilla's second best rate; the other seeds; the variants at that rate. A rate at which vanilla `failed` is none for the others.
     """
     first = [Run("vanilla", lr, 1) for lr in rates] + [Run("depth_attention", rates[0], 1)] * ("depth_attention" in methods)
     sweep = {run.lr: done[run]["val_loss"] for run in first[:len(rates)] if run in done}
     if not sweep or any(run not in done and run not in failed for run in first[:len(rates)]):
         return first
     ranked = sorted(sweep, key=sweep.get)
-    repeated = [[Run(method, ranked[0], seed) for method in SPREAD if method in methods] for seed in range(2, seeds + 1)]
-    second = [Run(method, lr, 1) for lr in ranked[1:2] for method in methods]
-    wanted = [*first, *(Run(method, ranked[0], 1) for method in methods), *sum(repeated[:1], []), *second, *sum(repeated[1:], [])]
-    return list(dict.fromkeys(wanted))
+    main, variants = [method for method in methods if method not in VARIANTS], [method for method in methods if method in VARIANTS]
+    repeated = [Run(method, ranked[0], seed) for seed in range(2, seeds + 1) for method in SPREAD if method in methods]
+    wanted = [*first, *(Run(method, ranked[0], 1) for method in main), *repeated[:len(SPREAD)], *(Run(method, ranked[0], 1) for method in variants)]
+    again = [[Run(method, lr, 1) for lr in ranked[1:2] for method in group] for group in (main, variants)]
+    return list(dict.fromkeys([*wanted, *again[0], *repeated[len(SPREAD):], *again[1]]))
 
 
 def note_data(c):

@@ -56,6 +56,9 @@ def test_vanilla_chooses_the_rate_of_the_others():
     assert compare.plan(METHODS, [1.0, 2.0, 3.0], 3, done)[4:] == [
         Run("depth_attention", 2.0, 1), Run("moda", 2.0, 1), Run("vanilla", 2.0, 2), Run("depth_attention", 2.0, 2),
         Run("depth_attention", 3.0, 1), Run("moda", 3.0, 1), Run("vanilla", 2.0, 3), Run("depth_attention", 2.0, 3)]
+    with_variant = compare.plan([*METHODS, "looped_vanilla"], [1.0, 2.0, 3.0], 3, done)
+    assert [run for run in with_variant if run.method != "looped_vanilla"] == compare.plan(METHODS, [1.0, 2.0, 3.0], 3, done)
+    assert [with_variant[place] for place in (8, 13)] == [Run("looped_vanilla", 2.0, 1), Run("looped_vanilla", 3.0, 1)] and len(with_variant) == 14
 
 
 def test_a_rate_at_which_vanilla_fails_is_none_for_the_others():
