@@ -473,8 +473,9 @@ def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k
         _write(dw + D, cols, tl.sum(dkwa, 0), tl.sum(dkwb, 0), cols < HALF, HALF)
 
 
-_NUMBERS = 32                               # that one launch carries
+_NUMBERS = 64                               # that one launch carries
 _SHIFT = tl.constexpr(2**62 + 1)            # makes a number a 64-bit argument with nothing for Triton to specialize on: neither 1 nor a multiple of 16
+_tables, _tables_of_graphs = {}, []
 
 
 @triton.jit
@@ -483,28 +484,35 @@ def _fill_kernel(table, numbers, N: tl.constexpr):
         tl.store(table + i, numbers[i] - _SHIFT)
 
 
-@functools.lru_cache(maxsize=4096)
-def _on_device(numbers, device, stream):
-    """A tuple of integers as a tensor. The numbers travel as arguments of launches, which a CUDA graph keeps and which wait for nothing. `stream` belongs to
-    the key: work on it alone is ordered after the launches and, if the entry is dropped, before the reuse of its memory."""
-    table = torch.empty(_ceil_div(len(numbers), _NUMBERS), _NUMBERS, device=device, dtype=torch.int64)
-    numbers = [x + _SHIFT.value for x in numbers] + [_SHIFT.value] * (table.numel() - len(numbers))
-    for i, chunk in enumerate(table):
-        _fill_kernel[(1,)](chunk, tuple(numbers[i * _NUMBERS:(i + 1) * _NUMBERS]), _NUMBERS, num_warps=1)
-    return table.view(-1)
+def _on_device(numbers, device):
+    """A tuple of integers as a tensor. They travel as arguments of launches: nothing waits for them, and a CUDA graph keeps them."""
+    table = torch.empty(_ceil_div(len(numbers), _NUMBERS) * _NUMBERS, device=device, dtype=torch.int64)
+    numbers = [x + _SHIFT.value for x in numbers] + [_SHIFT.value] * (len(table) - len(numbers))
+    for i in range(0, len(table), _NUMBERS):
+        _fill_kernel[(1,)](table[i:], tuple(numbers[i:i + _NUMBERS]), _NUMBERS, num_warps=1)
+    return table
 
 
 def _source_table(device, *columns):
     """(table, alignment of all addresses in bytes) for columns of tensors or integers, one entry a source; behind it at least one entry of zeros if
-    their number is odd. The allocator hands out the same addresses step after step, so nearly every call finds its table made; what is captured
-    in a graph exists only once that is replayed, so there each call makes its own."""
+    their number is odd. The allocator hands out the same addresses step after step, so nearly every call finds its table made."""
     columns = [[x.data_ptr() if isinstance(x, Tensor) else x for x in column] for column in columns]
     numbers = tuple(x for source in zip(*columns, strict=True) for x in source) + (0,) * (len(columns) * (len(columns[0]) % 2))
     align = math.gcd(16, *(x for column in columns[:4] for x in column))
     if device.type != "cuda":
-        return _on_device.__wrapped__(numbers, device, 0), align
-    make = _on_device.__wrapped__ if torch.cuda.is_current_stream_capturing() else _on_device
-    return make(numbers, device, torch.cuda.current_stream(device).cuda_stream), align
+        return _on_device(numbers, device), align
+    # the stream is part of the key: its work alone is ordered after the launches and, once the table is dropped, before the reuse of its memory
+    key, capturing = (numbers, device, torch.cuda.current_stream(device).cuda_stream), torch.cuda.is_current_stream_capturing()
+    table = _tables.get(key)
+    if table is None:
+        table = _on_device(numbers, device)
+        if not capturing:       # what is captured does not exist before the graph is replayed
+            if len(_tables) >= 4096:
+                _tables.clear()
+            _tables[key] = table
+    elif capturing:
+        _tables_of_graphs.append(table)         # a graph reads it whenever it is replayed
+    return table, align
 
 
 def _heads_shapes(q, k, name):
