@@ -624,18 +624,19 @@ def _sources(source_k, source_v, k, v):
     return tensors, grads
 
 
+def _slot_buffers(grads, slots):
+    """(buffers for the gradients of all keys, then all values; whether a slot's hold gradients of other readers), given the slots' `grads`."""
+    n, filled = len(grads), [int(pair[0] is not None) for pair in grads]
+    for pair, k, v in zip(grads, slots[:n], slots[n:], strict=True):
+        if pair[0] is None:
+            pair[:] = torch.empty_like(k), torch.empty_like(v)
+    return [pair[0] for pair in grads] + [pair[1] for pair in grads], filled
+
+
 def _mix_backward(ctx, q, k, v, norms, dq, dk, dv, mixed, lse, sources):
     """(gradient of q | k | v, of the norms' weights, of the sources as ordinary autograd wants them)."""
     n = len(sources) // 2
-    if ctx.grads is None:
-        grads = [torch.empty_like(x) for x in sources]
-        filled = [0] * n
-    else:
-        filled = [int(buffers[0] is not None) for buffers in ctx.grads]
-        for buffers, source_k, source_v in zip(ctx.grads, sources[:n], sources[n:], strict=True):
-            if buffers[0] is None:
-                buffers[:] = torch.empty_like(source_k), torch.empty_like(source_v)
-        grads = [b[0] for b in ctx.grads] + [b[1] for b in ctx.grads]
+    grads, filled = ([torch.empty_like(x) for x in sources], [0] * n) if ctx.grads is None else _slot_buffers(ctx.grads, sources)
     grad, dw = _heads_backward(q, k, v, *norms, dq, dk, dv, mixed, lse, list(sources[:n]), list(sources[n:]), grads[:n], grads[n:], filled)
     return grad, dw, grads if ctx.grads is None else [None] * (2 * n)
 
@@ -989,7 +990,7 @@ def _moda_forward_kernel(q, q_strides, o, o_strides, lse, lse_strides, table, n_
 @triton.jit(do_not_specialize=["n_slots"])
 def _moda_backward_kernel(q, q_strides, o, o_strides, do, do_strides, lse, lse_strides, dq, dq_strides, table, n_slots, n_rows, T, scale,
                           G: tl.constexpr, GROUP: tl.constexpr, GROUP_: tl.constexpr, D: tl.constexpr, D_: tl.constexpr, ROWS: tl.constexpr,
-                          SLOTS: tl.constexpr, STAGES: tl.constexpr, JOINT: tl.constexpr, FILLED: tl.constexpr, ALIGN: tl.constexpr):
+                          SLOTS: tl.constexpr, STAGES: tl.constexpr, FILLED: tl.constexpr, ALIGN: tl.constexpr):
     row, valid, batch, t, head, head_valid, cols = _rows_and_heads(n_rows, T, G, GROUP, GROUP_, D, D_, ROWS)
     mask = head_valid[:, :, None] & (cols < D)
     query = tl.load(q + _vectors(q_strides, batch, head, t, cols), mask=mask, other=0.0)
@@ -1021,8 +1022,7 @@ def _moda_backward_kernel(q, q_strides, o, o_strides, do, do_strides, lse, lse_s
         tl.store(dk_pointer, dk.to(query.dtype), mask=kv_mask)
         tl.store(dv_pointer, dv.to(query.dtype), mask=kv_mask)
     dq += _vectors(dq_strides, batch, head, t, cols)
-    if JOINT:               # dq holds the sequence part
-        acc += tl.load(dq, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(dq, mask=mask, other=0.0).to(tl.float32)         # the sequence part
     tl.store(dq, acc.to(query.dtype), mask=mask)
 
 
@@ -1046,12 +1046,12 @@ def _launch_moda_forward(q, G, o, lse, slot_k, slot_v, joint):
                                JOINT=joint, ALIGN=align, **shapes)
 
 
-def _launch_moda_backward(q, G, o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled, joint):
-    """Gradients of the slots, stored in grad_k and grad_v or added there where `filled`; that of q is added to dq if `joint`, else stored."""
+def _launch_moda_backward(q, G, o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled):
+    """Gradients of the slots, stored in grad_k and grad_v or added there where `filled`; that of q is added to dq."""
     grid, n_rows, T, scale, shapes = _moda_shapes(q, G, "moda_backward")
     table, align = _source_table(q.device, slot_k, slot_v, grad_k, grad_v, filled)
     _moda_backward_kernel[grid](q, q.stride()[:3], o, o.stride()[:3], do, do.stride()[:3], lse, lse.stride()[:2], dq, dq.stride()[:3], table,
-                                len(slot_k), n_rows, T, scale, JOINT=joint, FILLED=any(filled), ALIGN=align, **shapes)
+                                len(slot_k), n_rows, T, scale, FILLED=any(filled), ALIGN=align, **shapes)
 
 
 # Attention over the sequence with its log-sum-exp, and the backward pass as a function of output and log-sum-exp. Given those of the JOINT
@@ -1159,7 +1159,7 @@ def _moda_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
         return _heads_like(q, q.shape[1]), _heads_like(k, k.shape[1]), _heads_like(v, v.shape[1])
     dq, dk, dv = _sequence_backward(do, q, k, v, o, lse, backend or _sequence_backend(q, k))
     if slot_k:
-        _launch_moda_backward(q, k.shape[1], o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled, True)
+        _launch_moda_backward(q, k.shape[1], o, do, lse, dq, slot_k, slot_v, grad_k, grad_v, filled)
     return dq, dk, dv
 
 
@@ -1177,8 +1177,15 @@ class _MoDA(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, o, lse, *slots = ctx.saved_tensors
         n = len(slots) // 2
-        whole, grads, filled = _slot_buffers(ctx.grads, slots, k[:, :, :q.shape[2]], ctx.stacked)
-        dq, dk, dv = _moda_backward(_training_layout(do), q, k, v, o, lse, slots[:n], slots[n:], list(grads[:n]), list(grads[n:]), filled, ctx.backend)
+        if ctx.grads is not None:
+            grads, filled = _slot_buffers(ctx.grads, slots)
+            whole = [None] * (2 * n)
+        else:       # one allocation: a hundred tensors and their views would cost the host more time than the kernel takes
+            B, G, _, D = k.shape
+            whole = k.new_empty(2, n, B, q.shape[2], G, D).transpose(3, 4)
+            grads, filled = list(whole.flatten(0, 1).unbind(0)), [0] * n
+            whole = whole.unbind(0) if ctx.stacked else grads
+        dq, dk, dv = _moda_backward(_training_layout(do), q, k, v, o, lse, slots[:n], slots[n:], grads[:n], grads[n:], filled, ctx.backend)
         return dq, dk, dv, None, None, *whole
 
 
@@ -1194,21 +1201,6 @@ def _slot_rows(depth, k, laid_out=False):
     if depth and depth[0].ndim == 5:
         depth = [row for x in depth for row in x.unbind(0)]
     return depth if laid_out else [x if x.stride() == strides else _training_layout(x) for x in depth]
-
-
-def _slot_buffers(grads, slots, k, stacked):
-    """(gradients as autograd wants them, those of each slot's key and then each value, whether a slot holds gradients of other readers)."""
-    n = len(slots) // 2
-    if grads is None:           # one allocation: a hundred tensors and their views would cost the host more time than the kernel takes
-        B, G, T, D = k.shape
-        whole = k.new_empty(2, n, B, T, G, D).transpose(3, 4)
-        rows = whole.flatten(0, 1).unbind(0)
-        return whole.unbind(0) if stacked else rows, rows, [0] * n
-    filled = [int(pair[0] is not None) for pair in grads]
-    for pair, k, v in zip(grads, slots[:n], slots[n:], strict=True):
-        if pair[0] is None:
-            pair[:] = torch.empty_like(k), torch.empty_like(v)
-    return [None] * (2 * n), [pair[0] for pair in grads] + [pair[1] for pair in grads], filled
 
 
 def _training_layout(x):
