@@ -148,6 +148,29 @@ def test_depth_mix_with_stacked_sources_and_other_strides(monkeypatch):
     check(lambda *x: call(kernels.depth_mix, *x), lambda *x: call(model.depth_mix, *x), leaves, 2e-6)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("table_is_there", [False, True])
+def test_a_cuda_graph_keeps_what_its_kernels_read(table_is_there):
+    inputs = [heads(2, h, 5, 16).detach() for h in (4, 2, 2, *[2] * 6)]
+
+    def mix(function):
+        q, k, v, *sources = inputs
+        return function(q, k, v, sources[:3], sources[3:])
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream if table_is_there else torch.cuda.Stream()):
+        mix(kernels.depth_mix)
+    with torch.cuda.graph(graph, stream=stream):
+        found = mix(kernels.depth_mix)
+    kernels._tables.clear()
+    taken = [torch.full((64,), -1, device=DEVICE) for _ in range(100)]  # whatever memory was given back
+    for x in inputs:
+        x.normal_()
+    graph.replay()
+    expected = mix(model.depth_mix)
+    assert len(taken) == 100 and (found - expected).norm() <= 1e-5 * expected.norm()
+
+
 def layers(x, weights, slots, mix, recompute=False):
     """Four layers on x [B,T,C] in which layers 0 and 1 are read by later ones, 2 by none; every output reaches the next layer."""
     past = []
