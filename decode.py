@@ -21,7 +21,7 @@ from model import KVCache, window_start
 
 # Launch settings of _token_kernel, the best on an H200. tile: numbers of a weight matrix that a program holds at a time.
 SETTINGS = dict(warps=16, tile=16384, stages=3, prefetch=True)
-BLOCK = 64  # cached tokens that a program reads at a time
+BLOCK = 32  # cached tokens that a program reads at a time
 SPLITS = 8  # parts of the cache that different programs read, for each KV head
 LOOK = 16  # tokens between two looks at whether all rows have ended, which make the CPU wait for the GPU
 
@@ -135,7 +135,7 @@ class Slot:
         q, k, v = (x.contiguous() for x in (q, k, v))
         part, lse = q.new_empty(SPLITS, B * H, D, dtype=torch.float32), q.new_empty(SPLITS, B * H, dtype=torch.float32)
         shapes = _head_shapes(H, G, D)
-        _attend_kernel[(B * G, SPLITS)](q, k, v, self.k, self.v, self.position, part, lse, max_len, D**-0.5, ROWS=B * G, **shapes)
+        _attend_kernel[(B * G, SPLITS)](q, k, v, self.k, self.v, self.position, part, lse, max_len, D**-0.5, ROWS=B * G, **shapes, num_warps=8)
         depth_o = depth_lse = None
         if slots:
             pairs = [(s.k.transpose(1, 2), s.v.transpose(1, 2)) if isinstance(s, kernels.Slot) else s for s in slots]
@@ -290,14 +290,16 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
 
 
 @triton.jit
-def _joined(part, lse, position, H: tl.constexpr, D: tl.constexpr, K_: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Attention's output [H D], from that of its splits."""
+def _joined(part, lse, position, H: tl.constexpr, H_: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """Attention's output [H_ D], from that of its splits."""
     _, _, n = _part(position, 0, BLOCK, SPLITS)
-    split, cols = tl.arange(0, SPLITS)[:, None], tl.arange(0, K_)[None, :]
-    o = tl.load(part + split * (H * D) + cols, mask=(split < n) & (cols < H * D), other=0.0, cache_modifier=".cg")
-    score = tl.load(lse + split * H + tl.minimum(cols // D, H - 1), mask=split < n, other=float("-inf"), cache_modifier=".cg")
-    p = tl.exp(score - tl.max(score, 0)[None, :])
-    return tl.sum(p * o, 0) / tl.sum(p, 0)
+    split, head, cols = tl.arange(0, SPLITS)[:, None], tl.arange(0, H_)[None, :], tl.arange(0, D)[None, None, :]
+    here = (split < n) & (head < H)
+    o = tl.load(part + (split * H + head)[:, :, None] * D + cols, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
+    score = tl.load(lse + split * H + head, mask=here, other=float("-inf"), cache_modifier=".cg")
+    p = tl.exp(score - tl.maximum(tl.max(score, 0), -1e30)[None, :])  # heads behind the last have no score
+    p = p / tl.maximum(tl.sum(p, 0), 1e-30)[None, :]
+    return tl.reshape(tl.sum(p[:, :, None] * o, 0), (H_ * D,))
 
 
 @triton.jit
@@ -354,8 +356,9 @@ def _token_kernel(token, position, table, sources, n_layers, embed, head, cos, s
     target = 0
     for m in range(n_layers):
         row = table + m * 8
-        attn_norm, qkv_weight, q_norm, k_norm = _pointer(row, 0, last_norm, 16), _pointer(row, 1, embed, 16), _pointer(row, 2, last_norm, 16), _pointer(row, 3, last_norm, 16)
-        out, mlp_norm, gate_up, down = _pointer(row, 4, embed, 16), _pointer(row, 5, last_norm, 16), _pointer(row, 6, embed, 16), _pointer(row, 7, embed, 16)
+        attn_norm, mlp_norm, q_norm, k_norm = _pointer(row, 0, last_norm, 16), _pointer(row, 5, last_norm, 16), _pointer(row, 2, last_norm, 16), _pointer(row, 3, last_norm, 16)
+        qkv_weight, out, gate_up, down = _pointer(row, 1, embed, 16), _pointer(row, 4, embed, 16), _pointer(row, 6, embed, 16), _pointer(row, 7, embed, 16)
+        next_weight = _pointer(row, 9, embed, 16)  # the next layer's qkv, or the head
         _prefetch(out, own, C, H * D, EACH_C, LINES_OUT, PREFETCH)
         _project(stream, attn_norm, qkv_weight, qkv, eps, counter, target, QKV, C, C_, R_QKV, GRID)
         _prefetch(gate_up, me * EACH_I, 2 * I, C, EACH_I, LINES_UP, PREFETCH)
@@ -365,8 +368,8 @@ def _token_kernel(token, position, table, sources, n_layers, embed, head, cos, s
         tile = _tile(out, own, own_end, H * D, R_OUT, O_)
         _prefetch(down, own, C, I, EACH_C, LINES_DOWN, PREFETCH)
         _wait(counter, target + 2 * GRID, GRID)
-        _add(tile, out, _joined(part, lse, position, H, D, O_, BLOCK, SPLITS), stream, counter, C, H * D, O_, R_OUT, GRID)
-        _prefetch(_pointer(row, 9, embed, 16), me * EACH_QKV, QKV, C, EACH_QKV, LINES_QKV, PREFETCH)  # the next layer's, or the head
+        _add(tile, out, _joined(part, lse, position, H, O_ // D, D, BLOCK, SPLITS), stream, counter, C, H * D, O_, R_OUT, GRID)
+        _prefetch(next_weight, me * EACH_QKV, QKV, C, EACH_QKV, LINES_QKV, PREFETCH)
         _gate_up(stream, mlp_norm, gate_up, hidden, eps, counter, target + 3 * GRID, I, C, C_, R_UP, GRID)
         tile, inner = _tile(down, own, own_end, I, R_DOWN, I_), tl.arange(0, I_)
         _wait(counter, target + 4 * GRID, GRID)
@@ -411,7 +414,7 @@ class Token:
         self.hidden = cache.new_empty(c.n_inner)
         self.counter = torch.zeros(2, dtype=torch.int32, device=device)
 
-        C_, O_, I_ = [_power_of_2(n) for n in (c.n_embd, H * D, c.n_inner)]
+        C_, O_, I_ = _power_of_2(c.n_embd), _power_of_2(H) * D, _power_of_2(c.n_inner)
         rows_of = lambda n, width, tiles=1: max(1, min(_power_of_2(_ceil_div(n, programs)), tune["tile"] // (tiles * width)))
         lines = lambda n, k: _power_of_2(_ceil_div(_ceil_div(n, programs) * k * cache.element_size(), 128))
         self.shapes = _head_shapes(H, G, D) | dict(
@@ -433,7 +436,7 @@ def one_launch(model, batch):
     """Whether `_token_kernel` computes this model's tokens."""
     c = model.config
     return (batch == 1 and c.connector == "residual" and c.depth in ("none", "depth_attention") and c.norm_order == "pre" and c.qk_norm != "full"
-            and max(c.n_embd, c.n_head * c.head_dim, c.n_inner) <= SETTINGS["tile"])
+            and c.head_dim == _power_of_2(c.head_dim) and max(c.n_embd, c.n_head * c.head_dim, c.n_inner) <= SETTINGS["tile"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
