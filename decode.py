@@ -20,9 +20,10 @@ from kernels import _ceil_div, _finish, _pointer, _power_of_2
 from model import KVCache, window_start
 
 # Launch settings of _token_kernel, the best on an H200. tile: numbers of a weight matrix that a program holds at a time.
-SETTINGS = dict(warps=16, tile=16384, stages=3, prefetch=True)
+SETTINGS = dict(warps=8, tile=16384, stages=3, prefetch=True)
 BLOCK = 32  # cached tokens that a program reads at a time
 SPLITS = 8  # parts of the cache that different programs read, for each KV head
+SOURCES = 16  # most sources of Depth-Attention that a program holds at once
 LOOK = 16  # tokens between two looks at whether all rows have ended, which make the CPU wait for the GPU
 
 
@@ -223,14 +224,22 @@ def _project(stream, norm, weight, out, eps, counter, target, N: tl.constexpr, C
 
 
 @triton.jit
-def _mix(qa, qb, ka, kb, v, source_ka, source_kb, source_v, present, scale, GROUP: tl.constexpr):
-    """Depth-Attention's mixed value [1, D] over the sources' keys (halves) and values, which are rows of tiles; see model.depth_mix."""
-    mean_a, mean_b = tl.sum(qa, 0)[None, :] * (scale / GROUP), tl.sum(qb, 0)[None, :] * (scale / GROUP)
-    own = tl.sum(tl.sum(mean_a * ka + mean_b * kb, 1), 0)
-    score = tl.where(present, tl.sum(mean_a * source_ka.to(tl.float32) + mean_b * source_kb.to(tl.float32), 1), float("-inf"))
-    top = tl.maximum(own, tl.max(score, 0))
-    p, p_own = tl.exp(score - top), tl.exp(own - top)
-    return (p_own * v + tl.sum(p[:, None] * source_v.to(tl.float32), 0)[None, :]) / (p_own + tl.sum(p, 0))
+def _halves(pointer, weight_a, weight_b, c, s, eps, D: tl.constexpr, HALF_: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr):
+    """A head of qkv, finished: its halves [D/2]. A vector this short lies in every warp, and its sums need no shared memory."""
+    half = tl.arange(0, HALF_)
+    a = tl.load(pointer + half, mask=half < D // 2, other=0.0, cache_modifier=".cg")
+    b = tl.load(pointer + half + D // 2, mask=half < D // 2, other=0.0, cache_modifier=".cg")
+    return _finish(a, b, weight_a, weight_b, c, s, eps, D, NORM, True, NORM_LAST)
+
+
+@triton.jit
+def _source(k, v, layer, index, write, position, D: tl.constexpr, HALF_: tl.constexpr, D_: tl.constexpr):
+    """(index, key's halves, value) of another layer for this token, from its place in the cache; zeros where `write` is 0 or the index is -1, no layer."""
+    half, cols, some = tl.arange(0, HALF_), tl.arange(0, D_), tl.where(index >= 0, write, 0)
+    place = index.to(tl.int64) * layer + position * D
+    a = tl.load(k + place + half, mask=half < some // 2, other=0.0, cache_modifier=".cg")
+    b = tl.load(k + place + half + D // 2, mask=half < some // 2, other=0.0, cache_modifier=".cg")
+    return index, a, b, tl.load(v + place + cols, mask=cols < some, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -241,49 +250,52 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
     Finishes the queries and the new key, mixes the new value over depth, writes both into the cache and attends: each KV head's parts of the cache
     by different programs. All that does not depend on this layer's qkv is read before the wait.
     """
-    half, cols, member = tl.arange(0, HALF_)[None, :], tl.arange(0, D_)[None, :], tl.arange(0, GROUP_)[:, None]
+    half, cols, member = tl.arange(0, HALF_), tl.arange(0, D_), tl.arange(0, GROUP_)[:, None]
     HALF: tl.constexpr = D // 2
     in_half, layer = half < HALF, max_len.to(tl.int64) * (2 * G * D)
     for i in tl.static_range(0, G * SPLITS, GRID):
         unit = tl.program_id(0) + i
         group, split = unit % G, unit // G
         own = split == 0  # this one has the new token besides its part
+        write = tl.where(own, D, 0)
         first, end, _ = _part(position, split, BLOCK, SPLITS)
-        k = cache + m * layer + group * max_len.to(tl.int64) * D
-        v = k + G * max_len.to(tl.int64) * D
+        rows = cache + group * max_len.to(tl.int64) * D  # this head's in layer 0
+        k, v = rows + m * layer, rows + m * layer + layer // 2
         ka, kb, values = _cached(k, v, first, tl.where(split < SPLITS, end, 0), D, HALF_, D_, BLOCK)
         c, s = tl.load(cos + position * HALF + half, mask=in_half, other=0.0), tl.load(sin + position * HALF + half, mask=in_half, other=0.0)
         qwa, qwb, kwa, kwb = 1.0, 1.0, 1.0, 1.0
         if NORM:
             qwa, qwb = tl.load(q_norm + half, mask=in_half, other=0.0).to(tl.float32), tl.load(q_norm + half + HALF, mask=in_half, other=0.0).to(tl.float32)
             kwa, kwb = tl.load(k_norm + half, mask=in_half, other=0.0).to(tl.float32), tl.load(k_norm + half + HALF, mask=in_half, other=0.0).to(tl.float32)
-        if N_ > 0:  # the sources' entries of this token, which they have written in their turn
-            n = tl.arange(0, N_)
-            source = tl.load(sources + m * N_ + n, mask=n < tl.where(own, N_, 0), other=-1)
-            present = source >= 0
-            place = k + (source.to(tl.int64) - m) * layer + position * D
-            mask = present[:, None]
-            source_ka = tl.load(place[:, None] + half, mask=mask & in_half, other=0.0, cache_modifier=".cg")
-            source_kb = tl.load(place[:, None] + half + HALF, mask=mask & in_half, other=0.0, cache_modifier=".cg")
-            source_v = tl.load(place[:, None] + (G * max_len.to(tl.int64) * D) + cols, mask=mask & (cols < D), other=0.0, cache_modifier=".cg")
+        read = ()  # what Depth-Attention reads of earlier layers, which have written it in their turn
+        for j in tl.static_range(N_):
+            read = read + (_source(rows, rows + layer // 2, layer, tl.load(sources + m * N_ + j), write, position, D, HALF_, D_),)
         if i == 0:
             _wait(counter, target, GRID)
-        q, here = qkv + (group * GROUP + member) * D + half, (member < GROUP) & in_half
+        q, here = qkv + (group * GROUP + member) * D + half[None, :], (member < GROUP) & in_half[None, :]
         qa, qb = tl.load(q, mask=here, other=0.0, cache_modifier=".cg"), tl.load(q + HALF, mask=here, other=0.0, cache_modifier=".cg")
-        new = qkv + (H + group) * D
-        new_a, new_b = tl.load(new + half, mask=in_half, other=0.0, cache_modifier=".cg"), tl.load(new + half + HALF, mask=in_half, other=0.0, cache_modifier=".cg")
-        new_v = tl.load(new + G * D + cols, mask=cols < D, other=0.0, cache_modifier=".cg")
-        qa, qb = _finish(qa, qb, qwa, qwb, c, s, eps, D, NORM, True, False)
-        new_a, new_b = _finish(new_a, new_b, kwa, kwb, c, s, eps, D, NORM, True, NORM_LAST)
-        if N_ > 0:
-            new_v = _mix(qa, qb, new_a, new_b, new_v, source_ka, source_kb, source_v, present, scale, GROUP)
-        write = tl.where(own, D, 0)
+        new_v = tl.load(qkv + (H + G + group) * D + cols, mask=cols < D, other=0.0, cache_modifier=".cg")
+        new_a, new_b = _halves(qkv + (H + group) * D, kwa, kwb, c, s, eps, D, HALF_, NORM, NORM_LAST)
+        if N_ > 0:  # the softmax over depth of model.depth_mix, source by source
+            mean_a, mean_b = tl.zeros_like(new_a), tl.zeros_like(new_b)
+            for j in tl.static_range(GROUP):
+                a, b = _halves(qkv + (group * GROUP + j) * D, qwa, qwb, c, s, eps, D, HALF_, NORM, False)
+                mean_a, mean_b = mean_a + a * (scale / GROUP), mean_b + b * (scale / GROUP)
+            best, mass = tl.sum(mean_a * new_a + mean_b * new_b, 0), 1.0
+            for j in tl.static_range(N_):
+                index, a, b, value = read[j]
+                score = tl.sum(mean_a * a.to(tl.float32) + mean_b * b.to(tl.float32), 0) + tl.where(index >= 0, 0.0, float("-inf"))
+                better = tl.maximum(best, score)
+                old, p = tl.exp(best - better), tl.exp(score - better)
+                mass, new_v, best = mass * old + p, new_v * old + value.to(tl.float32) * p, better
+            new_v = new_v / mass
+        qa, qb = _finish(qa, qb, qwa, qwb, c[None, :], s[None, :], eps, D, NORM, True, False)
         tl.store(k + position * D + half, new_a.to(k.dtype.element_ty), mask=half < write // 2)
         tl.store(k + position * D + half + HALF, new_b.to(k.dtype.element_ty), mask=half < write // 2)
         tl.store(v + position * D + cols, new_v.to(k.dtype.element_ty), mask=cols < write)
-        score = tl.sum(qa * new_a + qb * new_b, 1) * scale
+        score = tl.sum(qa * new_a[None, :] + qb * new_b[None, :], 1) * scale
         top, total = score + tl.where(own, 0.0, float("-inf")), tl.full([GROUP_], 1.0, tl.float32) * tl.where(own, 1.0, 0.0)
-        top, total, o = _over_cache(qa, qb, top, total, total[:, None] * new_v, ka, kb, values, k, v, first, tl.where(split < SPLITS, end, 0), scale,
+        top, total, o = _over_cache(qa, qb, top, total, total[:, None] * new_v[None, :], ka, kb, values, k, v, first, tl.where(split < SPLITS, end, 0), scale,
                                     D, HALF_, D_, BLOCK)
         _store_part(part, lse, split, group, top, total, o, tl.where(split < SPLITS, GROUP, 0), H, GROUP, GROUP_, D, D_)
     _announce(counter, GRID)
@@ -330,8 +342,8 @@ def _gate_up(stream, norm, weight, hidden, eps, counter, target, I: tl.constexpr
         this_gate, this_up, row = gate, up, start + i + tl.arange(0, R)
         if i + R < EACH:
             gate, up = _tile(weight, start + i + R, end, C, R, C_), _tile(weight + I * C, start + i + R, end, C, R, C_)
-        g = _times(this_gate, x)
-        tl.store(hidden + row, (g / (1 + tl.exp(-g)) * _times(this_up, x)).to(hidden.dtype.element_ty), mask=row < end)
+        g, u = tl.split(tl.sum(tl.join(this_gate.to(tl.float32) * x[None, :], this_up.to(tl.float32) * x[None, :]), 1))  # one reduction for both
+        tl.store(hidden + row, (g / (1 + tl.exp(-g)) * u).to(hidden.dtype.element_ty), mask=row < end)
     _announce(counter, GRID)
 
 
@@ -406,7 +418,6 @@ class Token:
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)
         candidates = getattr(model.depth, "candidates", [[]] * M)
         n = max(map(len, candidates))
-        n = _power_of_2(n) if n else 0
         self.sources = torch.tensor([s + [-1] * (n - len(s)) for s in candidates], dtype=torch.int32, device=device) if n else None
         self.cos, self.sin = model.cos, model.sin
         wide = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)
@@ -435,7 +446,8 @@ class Token:
 def one_launch(model, batch):
     """Whether `_token_kernel` computes this model's tokens."""
     c = model.config
-    return (batch == 1 and c.connector == "residual" and c.depth in ("none", "depth_attention") and c.norm_order == "pre" and c.qk_norm != "full"
+    sources = max(map(len, getattr(model.depth, "candidates", [[]])))
+    return (batch == 1 and sources <= SOURCES and c.connector == "residual" and c.depth in ("none", "depth_attention") and c.norm_order == "pre" and c.qk_norm != "full"
             and c.head_dim == _power_of_2(c.head_dim) and max(c.n_embd, c.n_head * c.head_dim, c.n_inner) <= SETTINGS["tile"])
 
 

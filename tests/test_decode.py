@@ -54,7 +54,7 @@ def test_all_layers_in_one_launch(options, prompt, tile, monkeypatch):
 
 @pytest.mark.parametrize("options, one_launch", [
     (dict(), True), (dict(depth="depth_attention", n_loop=2), True), (dict(depth="moda"), False), (dict(connector="mhc"), False), (dict(norm_order="post"), False),
-    (dict(qk_norm="full"), False), (dict(head_dim=6), False)])
+    (dict(qk_norm="full"), False), (dict(head_dim=6), False), (dict(depth="depth_attention", depth_stride=1, n_loop=6), False)])
 def test_which_models_take_one_launch(options, one_launch):
     model = tiny(**dict(head_dim=4) | options)
     assert decode.one_launch(model, 1) is one_launch and not decode.one_launch(model, 2)
