@@ -649,7 +649,8 @@ def depth_cases(c, device, dtype):
     for n in (0, 2, 8):
         cases.append(Case(f"attention_inputs, {n} sources", attention_inputs, defined_inputs,
                           lambda B, T, n=n: tensors(1, B, T, q + 2 * kv) + [weight(D), weight(D)] + heads(2 * n, B, T, G), 2 * (q + kv) + (n > 0) * (2 + 2 * n) * kv,
-                          3 * (q + kv) + 2 * kv + (n > 0) * (2 + 6 * n) * kv, ("heads_forward", "heads_backward"), slots(3)))
+                          3 * (q + kv) + 2 * kv + (n > 0) * (2 + 6 * n) * kv,
+                          ("heads_forward", "heads_backward_mix" if n else "heads_backward"), slots(3)))
     for n in (2, 8):
         cases.append(Case(f"depth_mix, {n} sources", lambda a, b, v, *sources: fused.depth_mix(a, b, v, *two(sources)),
                           lambda a, b, v, *sources: definitions.depth_mix(a, b, v, *two(sources)),
@@ -863,10 +864,10 @@ def best_settings(case, B, T, device):
     import kernels as fused
     found = []
     for entry in case.settings:
-        own, backward = fused.SETTINGS[entry], entry.endswith("backward")
+        own, backward = fused.SETTINGS[entry], "backward" in entry
         sets = [case.shared(inputs) for inputs in input_sets(lambda: case.inputs(B, T), device)]
         times = {}
-        for change in sorted({own[:i] + (value,) + own[i + 1:] for i, n in enumerate(own) for value in (n, max(1, n // 2), 2 * n)}):
+        for change in sorted({own[:i] + (value,) + own[i + 1:] for i, n in enumerate(own) for value in ((n, max(1, n // 2), 2 * n) if n else (n,))}, key=str):
             fused.SETTINGS[entry] = change
             try:
                 pair = both_ms(case.timed or case.fused, sets, device, found, case.name, case.backward > 0)

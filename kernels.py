@@ -17,14 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Launch settings: (warps a program, elements a thread holds of one tile[, programs a multiprocessor in kernels that loop over tiles]).
-# 8 elements of bfloat16 are one 16-byte access. bench.py sweeps these; the values are the best on an H200.
+# Launch settings: (warps a program, elements a thread holds of one tile[, programs a multiprocessor in kernels that loop over tiles[, tiles in
+# flight or, for heads and MoDA, registers a thread at most]]). 8 elements of bfloat16 are one 16-byte access. bench.py sweeps these; the values are the best on an H200.
 SETTINGS = {
     "rms_norm_forward": (2, 16),
-    "rms_norm_backward": (2, 16, 8),
+    "rms_norm_backward": (2, 16, 4, 3),
     "swiglu": (4, 8),
-    "heads_forward": (1, 8),
-    "heads_backward": (1, 4, 16),
+    "heads_forward": (1, 4),
+    "heads_backward": (1, 4, 16, 128),
+    "heads_backward_mix": (2, 2, 16, None),
     "cross_entropy": (32, 8),
     "moda_forward": (2, 1, 16, 2, None),
     "moda_backward": (2, 1, 16, 2, 168),
@@ -84,6 +85,24 @@ def _matrix(x):
     return _dense(x.reshape(-1, x.shape[-1]))
 
 
+@triton.jit
+def _column_sums_kernel(x, out, n_rows, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    for first in range(0, n_rows, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        acc += tl.load(x + rows[:, None] * C + cols[None, :], mask=(rows < n_rows)[:, None] & (cols < C)[None, :], other=0.0)
+    tl.store(out + cols, tl.sum(acc, 0), mask=cols < C)
+
+
+def _column_sums(x, launch):
+    """Sum over the first axis of the float32 [programs, ...] that a kernel's programs leave; torch.sum takes three times as long on these shapes."""
+    out = x.new_zeros(x.shape[1:]) if not len(x) else x.new_empty(x.shape[1:])
+    if launch and len(x):
+        _column_sums_kernel[(_ceil_div(out.numel(), 8),)](x, out, len(x), out.numel(), 256, 8, num_warps=8)
+    return out
+
+
 # ---------------------------------------------------------------------------------------------------------------------------------------
 # RMSNorm, alone and after a residual addition
 
@@ -106,11 +125,11 @@ def _rms_norm_forward_kernel(x, u, weight, s, y, n_rows, x_stride, u_stride, eps
 
 @triton.jit
 def _rms_norm_backward_kernel(s, ds, dy, weight, dx, dw, n_rows, s_stride, ds_stride, dy_stride, eps,
-                              C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+                              C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
     cols = tl.arange(0, BLOCK)[None, :]
     w = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
     dw_tile = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):      # the next tiles' loads run ahead
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < C)
         a = tl.load(s + rows * s_stride + cols, mask=mask, other=0.0).to(tl.float32)
@@ -150,8 +169,8 @@ def _rms_norm_backward(s: Tensor, ds: Optional[Tensor], dy: Tensor, weight: Tens
     dw = torch.empty(programs, C, device=s.device, dtype=torch.float32)
     if launch:
         _rms_norm_backward_kernel[(programs,)](s2, ds2, dy2, weight, dx, dw, s2.shape[0], s2.stride(0), 0 if ds is None else ds2.stride(0),
-                                               dy2.stride(0), eps, C, block, rows, num_warps=warps)
-    return dx, dw.sum(0)
+                                               dy2.stride(0), eps, C, block, rows, SETTINGS["rms_norm_backward"][3], num_warps=warps)
+    return dx, _column_sums(dw, launch)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -181,6 +200,39 @@ def rms_norm(x, weight, eps):
 def add_rms_norm(x, u, weight, eps):
     """s = x + u rounded to x's dtype, and y = rms_norm(s, weight, eps), in one pass. x, u [..., C] -> (s, y). x and u get one gradient tensor."""
     return _RMSNorm.apply(x, u, weight, eps)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Linear layers of mixed precision
+
+def weight_gradient(dy, x, into=None):
+    """dy^T x of dy [n, O] and x [n, I] in float32 [O, I], added to `into` if it is given. The matmul sums in float32 in any case and stores that sum:
+    no rounding to the dtype of dy, and no pass that casts it back."""
+    if not dy.is_cuda or dy.dtype == torch.float32:
+        product = dy.float().T @ x.float()
+        return product if into is None else into.add_(product)
+    if into is None:
+        return torch.mm(dy.T, x, out_dtype=torch.float32)
+    return torch.addmm(into, dy.T, x, out_dtype=torch.float32, out=into)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        w = weight.to(x.dtype)
+        ctx.save_for_backward(x, w)
+        return torch.nn.functional.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        dx = dy @ w if ctx.needs_input_grad[0] else None
+        return dx, weight_gradient(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+
+
+def linear(x, weight):
+    """x weight^T of x [..., I] in bfloat16 or float16 and weight [O, I] in float32, whose gradient is float32 as well -> [..., O] in x's dtype."""
+    return _Linear.apply(x, weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -250,9 +302,9 @@ def swiglu(gate_up):
 # ---------------------------------------------------------------------------------------------------------------------------------------
 # Queries, keys and values of attention: head RMSNorm, RoPE and the Depth-Attention mix (arXiv 2606.05014) in one pass
 #
-# A program works on ROWS (token, KV head) pairs, neighbours in memory, each with its GROUP query heads (MEMBERS: GROUP as a power of 2).
-# A head vector is kept as its two halves, because RoPE turns dimension i together with dimension i + D/2: tiles are [ROWS, D/2] for keys
-# and values, [ROWS, MEMBERS, D/2] for queries.
+# A program works on ROWS (token, KV head) pairs, neighbours in memory, each with its GROUP query heads, one after the other.
+# A head vector is kept as its two halves, because RoPE turns dimension i together with dimension i + D/2: all tiles are [ROWS, D/2], so that
+# what belongs together lies in one thread.
 # Sources come as a device table of addresses, so one compiled kernel serves any number of them, wherever they lie.
 
 @triton.jit
@@ -320,18 +372,13 @@ def _finish_backward(a, b, da, db, wa, wb, cos, sin, eps, D: tl.constexpr, NORM:
 
 
 @triton.jit
-def _kv_at(strides, batch, group, t, cols):
-    return (batch * strides[0] + group * strides[1] + t * strides[2])[:, None] + cols
-
-
-@triton.jit
-def _q_at(strides, batch, heads, t, cols):
-    return (batch * strides[0] + heads * strides[1] + t[:, None] * strides[2])[:, :, None] + cols[None, :, :]
+def _place(strides, batch, head, t, cols):
+    return (batch * strides[0] + head * strides[1] + t * strides[2])[:, None] + cols
 
 
 @triton.jit(do_not_specialize=["n_sources"])
 def _heads_forward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_weight, cos, sin, q_out, k_out, mixed, lse, table, n_sources,
-                          T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+                          T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
                           ROWS: tl.constexpr, K_NORM_LAST: tl.constexpr, ALIGN: tl.constexpr):
     ROPE: tl.constexpr = cos is not None
     Q_NORM: tl.constexpr = q_weight is not None
@@ -340,32 +387,36 @@ def _heads_forward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_
     batch = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, group = (rows // G).to(tl.int64), rows % G
-    member = tl.arange(0, MEMBERS)
-    heads = group[:, None] * GROUP + member[None, :]
     cols = tl.arange(0, BLOCK)[None, :]
     here = rows < T * G
     mask = here[:, None] & (cols < HALF)
-    q_mask = (here[:, None] & (member < GROUP)[None, :])[:, :, None] & (cols < HALF)[None, :, :]
     place = batch * T * G + rows                    # of the pair in contiguous [B, T, G] memory
     row = (place * D)[:, None] + cols
-    # all loads before the first store: a store could change what a later load reads, so no load moves over one
-    qa, qb = _read(q, _q_at(q_strides, batch, heads, t, cols), q_mask, HALF)
-    ka, kb = _read(k, _kv_at(k_strides, batch, group, t, cols), mask, HALF)
-    if table is not None:
-        ma, mb = _read(v, _kv_at(v_strides, batch, group, t, cols), mask, HALF)
-    c, s, c3, s3, qwa, qwb, kwa, kwb = 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
+    c, s, qwa, qwb, kwa, kwb = 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
+    # loaded first: then Triton brings these to the layout of the heads, and not all heads to theirs, through shared memory
     if ROPE:
         c, s = _angles(cos, sin, t[:, None] * HALF + cols, mask)
-        c3, s3 = c[:, None, :], s[:, None, :]
     if Q_NORM:
-        qwa, qwb = _read(q_weight, cols[None, :, :], (cols < HALF)[None, :, :], HALF)
+        qwa, qwb = _read(q_weight, cols, cols < HALF, HALF)
     if K_NORM:
         kwa, kwb = _read(k_weight, cols, cols < HALF, HALF)
-    qa, qb = _finish(qa, qb, qwa, qwb, c3, s3, eps, D, Q_NORM, ROPE, False)
+    # all loads before the first store: a store could change what a later load reads, so no load moves over one
+    queries = ()
+    for m in tl.static_range(GROUP):
+        queries = queries + (_read(q, _place(q_strides, batch, group * GROUP + m, t, cols), mask, HALF),)
+    ka, kb = _read(k, _place(k_strides, batch, group, t, cols), mask, HALF)
+    if table is not None:
+        ma, mb = _read(v, _place(v_strides, batch, group, t, cols), mask, HALF)
     ka, kb = _finish(ka, kb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
+    mean_a, mean_b = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    finished = ()
+    for m in tl.static_range(GROUP):
+        qa, qb = _finish(queries[m][0], queries[m][1], qwa, qwb, c, s, eps, D, Q_NORM, ROPE, False)
+        mean_a, mean_b = mean_a + qa, mean_b + qb
+        finished = finished + ((qa.to(q.dtype.element_ty), qb.to(q.dtype.element_ty)),)
     if table is not None:
         # online softmax over depth; the layer's own entry comes first, so the running maximum is always a real score
-        mean_a, mean_b = tl.sum(qa, 1) * (scale / GROUP), tl.sum(qb, 1) * (scale / GROUP)
+        mean_a, mean_b = mean_a * (scale / GROUP), mean_b * (scale / GROUP)
         top = tl.sum(mean_a * ka + mean_b * kb, 1)
         total = tl.full([ROWS], 1.0, tl.float32)
         for first in range(0, n_sources, 2):
@@ -383,13 +434,15 @@ def _heads_forward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_
         _write(mixed, row, ma / total[:, None], mb / total[:, None], mask, HALF)
         tl.store(lse + place, top + tl.log(total), mask=here)
     if ROPE:
-        _write(q_out, ((place[:, None] * GROUP + member[None, :]) * D)[:, :, None] + cols[None, :, :], qa, qb, q_mask, HALF)
+        q_row = (place * (GROUP * D))[:, None] + cols
+        for m in tl.static_range(GROUP):
+            _write(q_out, q_row + m * D, finished[m][0], finished[m][1], mask, HALF)
         _write(k_out, row, ka, kb, mask, HALF)
 
 
 @triton.jit(do_not_specialize=["n_sources"])
 def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_weight, cos, sin, dq, dk, dv, dq_strides, dk_strides, dv_strides,
-                           mixed, lse, grad, dw, table, n_sources, n_tiles, T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr,
+                           mixed, lse, grad, dw, table, n_sources, n_tiles, T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr,
                            D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, K_NORM_LAST: tl.constexpr, ALIGN: tl.constexpr):
     ROPE: tl.constexpr = cos is not None
     Q_NORM: tl.constexpr = q_weight is not None
@@ -397,10 +450,9 @@ def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k
     MIX: tl.constexpr = table is not None
     HALF: tl.constexpr = D // 2
     cols = tl.arange(0, BLOCK)[None, :]
-    member = tl.arange(0, MEMBERS)
     qwa, qwb, kwa, kwb = 1.0, 1.0, 1.0, 1.0
     if Q_NORM:
-        qwa, qwb = _read(q_weight, cols[None, :, :], (cols < HALF)[None, :, :], HALF)
+        qwa, qwb = _read(q_weight, cols, cols < HALF, HALF)
     if K_NORM:
         kwa, kwb = _read(k_weight, cols, cols < HALF, HALF)
     dqwa = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -412,32 +464,36 @@ def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k
         batch = (tile // tiles_a_batch).to(tl.int64)
         rows = tile % tiles_a_batch * ROWS + tl.arange(0, ROWS)
         t, group = (rows // G).to(tl.int64), rows % G
-        heads = group[:, None] * GROUP + member[None, :]
         here = rows < T * G
         mask = here[:, None] & (cols < HALF)
-        q_mask = (here[:, None] & (member < GROUP)[None, :])[:, :, None] & (cols < HALF)[None, :, :]
         place = batch * T * G + rows
         row = (place * D)[:, None] + cols
-        token = (batch * T + t) * ((GROUP + 2) * G * D)
+        out = grad + ((batch * T + t) * ((GROUP + 2) * G * D))[:, None] + cols
         # all loads before the first store, as in the forward kernel
-        qa, qb = _read(q, _q_at(q_strides, batch, heads, t, cols), q_mask, HALF)
-        ka, kb = _read(k, _kv_at(k_strides, batch, group, t, cols), mask, HALF)
-        dva, dvb = _read(dv, _kv_at(dv_strides, batch, group, t, cols), mask, HALF)
-        c, s, c3, s3 = 1.0, 0.0, 1.0, 0.0
+        c, s = 1.0, 0.0
         if ROPE:
-            dqa, dqb = _read(dq, _q_at(dq_strides, batch, heads, t, cols), q_mask, HALF)
-            dka, dkb = _read(dk, _kv_at(dk_strides, batch, group, t, cols), mask, HALF)
             c, s = _angles(cos, sin, t[:, None] * HALF + cols, mask)
-            c3, s3 = c[:, None, :], s[:, None, :]
+        q_at, dq_at = _place(q_strides, batch, group * GROUP, t, cols), _place(dq_strides, batch, group * GROUP, t, cols)
+        queries, dqueries = (), ()
+        for m in tl.static_range(GROUP):
+            queries = queries + (_read(q, q_at + m * q_strides[1], mask, HALF),)
+            if ROPE:
+                dqueries = dqueries + (_read(dq, dq_at + m * dq_strides[1], mask, HALF),)
+        ka, kb = _read(k, _place(k_strides, batch, group, t, cols), mask, HALF)
+        dva, dvb = _read(dv, _place(dv_strides, batch, group, t, cols), mask, HALF)
+        if ROPE:
+            dka, dkb = _read(dk, _place(dk_strides, batch, group, t, cols), mask, HALF)
         else:
-            dqa, dqb = tl.zeros([ROWS, MEMBERS, BLOCK], tl.float32), tl.zeros([ROWS, MEMBERS, BLOCK], tl.float32)
             dka, dkb = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+        dmean_a, dmean_b = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
         if MIX:
-            va, vb = _read(v, _kv_at(v_strides, batch, group, t, cols), mask, HALF)
+            va, vb = _read(v, _place(v_strides, batch, group, t, cols), mask, HALF)
             ma, mb = _read(mixed, row, mask, HALF)
             log_total = tl.load(lse + place, mask=here, other=0.0)
-            na, nb = _finish(qa, qb, qwa, qwb, c3, s3, eps, D, Q_NORM, ROPE, False)
-            mean_a, mean_b = tl.sum(na, 1) / GROUP, tl.sum(nb, 1) / GROUP
+            mean_a, mean_b = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+            for m in tl.static_range(GROUP):
+                na, nb = _finish(queries[m][0], queries[m][1], qwa, qwb, c, s, eps, D, Q_NORM, ROPE, False)
+                mean_a, mean_b = mean_a + na / GROUP, mean_b + nb / GROUP
             fa, fb = _finish(ka, kb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
             centre = tl.sum(dva * ma + dvb * mb, 1)     # sum_j alpha_j <dv, m_j>, the softmax backward's mean
             alpha = tl.exp(tl.sum(mean_a * fa + mean_b * fb, 1) * scale - log_total)
@@ -458,14 +514,18 @@ def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k
                 _write(grad_k, row, gka + ds * mean_a, gkb + ds * mean_b, mask, HALF)
                 _write(grad_v, row, gva + alpha[:, None] * dva, gvb + alpha[:, None] * dvb, mask, HALF)
             dva, dvb = dva * own, dvb * own
-            dqa, dqb = dqa + (dmean_a / GROUP)[:, None, :], dqb + (dmean_b / GROUP)[:, None, :]
-        dqa, dqb, dwa, dwb = _finish_backward(qa, qb, dqa, dqb, qwa, qwb, c3, s3, eps, D, Q_NORM, ROPE, False)
-        dqwa, dqwb = dqwa + tl.sum(dwa, 1), dqwb + tl.sum(dwb, 1)
+            dmean_a, dmean_b = dmean_a / GROUP, dmean_b / GROUP
+        for m in tl.static_range(GROUP):
+            dqa, dqb = dmean_a, dmean_b
+            if ROPE:
+                dqa, dqb = dqa + dqueries[m][0], dqb + dqueries[m][1]
+            dqa, dqb, dwa, dwb = _finish_backward(queries[m][0], queries[m][1], dqa, dqb, qwa, qwb, c, s, eps, D, Q_NORM, ROPE, False)
+            dqwa, dqwb = dqwa + dwa, dqwb + dwb
+            _write(out, (group * GROUP + m)[:, None] * D, dqa, dqb, mask, HALF)
         dka, dkb, dwa, dwb = _finish_backward(ka, kb, dka, dkb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
         dkwa, dkwb = dkwa + dwa, dkwb + dwb
-        _write(grad, (token[:, None] + heads * D)[:, :, None] + cols[None, :, :], dqa, dqb, q_mask, HALF)
-        _write(grad, (token + (GROUP * G + group) * D)[:, None] + cols, dka, dkb, mask, HALF)
-        _write(grad, (token + ((GROUP + 1) * G + group) * D)[:, None] + cols, dva, dvb, mask, HALF)
+        _write(out, (GROUP * G + group)[:, None] * D, dka, dkb, mask, HALF)
+        _write(out, ((GROUP + 1) * G + group)[:, None] * D, dva, dvb, mask, HALF)
     if Q_NORM or K_NORM:
         cols = tl.arange(0, BLOCK)
         dw += tl.program_id(0) * (2 * D)
@@ -518,9 +578,8 @@ def _source_table(device, *columns):
 def _heads_shapes(q, k, name):
     (B, H, T, D), G = q.shape, k.shape[1]
     block = _power_of_2(D // 2)
-    members = _power_of_2(H // G)
-    rows, warps = _tile(name, block * max(1, members // 4))     # SETTINGS are for up to 4 query heads in a group; more would not fit registers
-    return B, H, T, D, G, _ceil_div(T * G, rows), dict(G=G, GROUP=H // G, MEMBERS=members, D=D, BLOCK=block, ROWS=rows, num_warps=warps)
+    rows, warps = _tile(name, block * max(1, _power_of_2(H // G) // 4))     # SETTINGS are for up to 4 query heads in a group; more would not fit registers
+    return B, H, T, D, G, _ceil_div(T * G, rows), dict(G=G, GROUP=H // G, D=D, BLOCK=block, ROWS=rows, num_warps=warps)
 
 
 @_operator()
@@ -549,8 +608,10 @@ def _heads_backward(q: Tensor, k: Tensor, v: Tensor, q_weight: Optional[Tensor],
                     filled: list[int], launch: bool) -> tuple[Tensor, Tensor]:
     """Gradient of q | k | v [B, T, H + 2G, D] and of the two norms' weights [2, D]; the sources' gradients are stored in grad_k and grad_v,
     or added there where `filled`. dq and dk are None without cos."""
-    B, H, T, D, G, tiles, shapes = _heads_shapes(q, k, "heads_backward")
-    programs = min(tiles * B, _multiprocessors(q.device) * SETTINGS["heads_backward"][2])
+    name = "heads_backward_mix" if source_k else "heads_backward"
+    B, H, T, D, G, tiles, shapes = _heads_shapes(q, k, name)
+    *_, programs, registers = SETTINGS[name]
+    programs = min(tiles * B, _multiprocessors(q.device) * programs)
     norm = q_weight is not None or k_weight is not None
     grad = q.new_empty(B, T, H + 2 * G, D)
     dw = torch.empty((programs if norm else 0, 2, D), device=q.device, dtype=torch.float32)
@@ -560,8 +621,8 @@ def _heads_backward(q: Tensor, k: Tensor, v: Tensor, q_weight: Optional[Tensor],
         table, align = _source_table(q.device, source_k, source_v, grad_k, grad_v, filled) if source_k else (None, 16)
         _heads_backward_kernel[(programs,)](
             q, k, v, *strides[:3], q_weight, k_weight, cos, sin, dq, dk, dv, *strides[3:], mixed, lse, grad, dw, table, len(source_k),
-            tiles * B, T, eps, D ** -0.5, **shapes, K_NORM_LAST=k_norm_last, ALIGN=align)
-    return grad, dw.sum(0)
+            tiles * B, T, eps, D ** -0.5, **shapes, K_NORM_LAST=k_norm_last, ALIGN=align, maxnreg=registers)
+    return grad, _column_sums(dw, launch)
 
 
 @dataclass
@@ -1388,7 +1449,7 @@ def _attnres_backward(sources: list[Tensor], query: Tensor, bias: Optional[Tenso
     if launch:
         table, align = _source_table(out.device, sources, grads, _where_filled(grads, filled))
         _attnres_backward_kernel[(programs,)](table, len(sources), query, bias, out, dout.contiguous(), lse, dw, dbias, n_rows, eps, ALIGN=align, **shapes)
-    return dw.sum(0), dbias.sum()
+    return _column_sums(dw, launch), dbias.sum()
 
 
 class _AttnRes(torch.autograd.Function):

@@ -311,6 +311,15 @@ class NoNorm(nn.Module):
         return x, x
 
 
+class Linear(nn.Linear):
+    """x W^T. In mixed precision the gradient of the float32 weight comes out of its matmul in float32, where kernels run: autocast rounds it first."""
+
+    def forward(self, x):
+        mixed = x.dtype in (torch.bfloat16, torch.float16) and self.weight.dtype == torch.float32
+        kernels = fused(x) if mixed else None
+        return kernels.linear(x, self.weight) if kernels else super().forward(x)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with RoPE and query/key norm; it can read earlier layers in the two ways that `forward` describes."""
 
@@ -318,8 +327,8 @@ class Attention(nn.Module):
         super().__init__()
         self.H, self.G, self.D = config.n_head, config.n_kv_head, config.head_dim
         self.qk_norm, self.k_norm_after_rope = config.qk_norm, config.k_norm_after_rope
-        self.qkv = nn.Linear(config.n_embd, (self.H + 2 * self.G) * self.D, bias=False)
-        self.out = nn.Linear(self.H * self.D, config.n_embd, bias=False)
+        self.qkv = Linear(config.n_embd, (self.H + 2 * self.G) * self.D, bias=False)
+        self.out = Linear(self.H * self.D, config.n_embd, bias=False)
         self.q_norm = self.k_norm = None
         if self.qk_norm != "none":
             per_head = self.qk_norm == "head"
@@ -376,8 +385,8 @@ def finish_heads(x, norm, head_dim, cos, sin, norm_after_rope=False):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_inner, bias=False)
-        self.down = nn.Linear(config.n_inner, config.n_embd, bias=False)
+        self.gate_up = Linear(config.n_embd, 2 * config.n_inner, bias=False)
+        self.down = Linear(config.n_inner, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.down(swiglu(self.gate_up(x)))
@@ -389,7 +398,7 @@ class FFNKV(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.head_dim
-        self.kv = nn.Linear(config.n_embd, 2 * config.n_kv_head * config.head_dim, bias=False)
+        self.kv = Linear(config.n_embd, 2 * config.n_kv_head * config.head_dim, bias=False)
         width = {"head": config.head_dim, "full": config.n_kv_head * config.head_dim, "none": 0}[config.qk_norm]
         self.k_norm = RMSNorm(width, config.norm_eps) if width else None
         self.k_norm_after_rope = config.k_norm_after_rope
@@ -791,7 +800,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         w, n = weight.to(x.dtype), (targets != IGNORE).sum().clamp(min=1)
         rows = max(16, (2**29 if x.is_cuda else 2**24) // w.shape[0])
         dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if training else (None, None)
-        total = x.new_zeros((), dtype=_wide(x))
+        total, kernels = x.new_zeros((), dtype=_wide(x)), fused(x)
         for i in range(0, x.shape[0], rows):
             part, target = x[i:i + rows], targets[i:i + rows]
             logits = part @ w.T
@@ -799,7 +808,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             total += losses.sum()
             if training:
                 dx[i:i + rows] = d @ w
-                dw += d.T @ part
+                dw = kernels.weight_gradient(d, part, dw) if kernels else dw.add_(d.T @ part)
             del logits, d  # before the next chunk's logits are made
         ctx.save_for_backward(dx, dw, n)
         return total / n
@@ -965,9 +974,10 @@ class GPT(nn.Module):
 
     def compile_blocks(self, **options):
         """
-        torch.compile for the parts of a layer that look the same whatever the depth method reads: each is compiled once for all layers.
+        torch.compile for the parts of a layer that look the same whatever the depth method reads and that have no kernels of their own: each is
+        compiled once for all layers.
         """
-        for layer in self.layers:
+        for layer in self.layers if not fused(self.embed.weight) else ():
             layer.mlp.compile(**options)
         if self.connector.compiles:
             self.connector.read = torch.compile(self.connector.read, **options)

@@ -69,7 +69,7 @@ def test_add_rms_norm_when_one_output_is_not_used():
 
 
 def test_rms_norm_with_more_tiles_than_programs(monkeypatch):
-    monkeypatch.setitem(kernels.SETTINGS, "rms_norm_backward", (1, 1, 1))  # tiles of one row, two programs in the interpreter
+    monkeypatch.setitem(kernels.SETTINGS, "rms_norm_backward", (1, 1, 1, 1))  # tiles of one row, two programs in the interpreter
     check(lambda x, w: kernels.rms_norm(x, w, 1e-5), lambda x, w: model.rms_norm(x, w, 1e-5), [leaf(7, 24), leaf(24, at=1.0)], 2e-6)
 
 
@@ -132,6 +132,23 @@ def test_depth_mix(H, G, D, T, N, dtype):
           2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_keeps_its_weights_gradient_in_float32(dtype):
+    x, weight = leaf(2, 5, 16, dtype=dtype), leaf(24, 16)
+    y = kernels.linear(x, weight)
+    seed = torch.randn_like(y)
+    dx, dw = torch.autograd.grad(y, (x, weight), seed)
+    wide, rounded = x.detach().double(), weight.detach().to(dtype).double()
+    assert dw.dtype == torch.float32 and dx.dtype == y.dtype == dtype
+    assert (y - wide @ rounded.T).norm() <= TOLERANCE[dtype] * y.double().norm()
+    assert (dx - seed.double() @ rounded).norm() <= TOLERANCE[dtype] * dx.double().norm()
+    exact = seed.double().flatten(0, 1).T @ wide.flatten(0, 1)
+    assert (dw - exact).norm() <= 1e-6 * exact.norm()  # a gradient rounded to 16 bits on its way would miss this
+    into = torch.ones(24, 16, device=DEVICE)
+    summed = kernels.weight_gradient(seed.flatten(0, 1), x.detach().flatten(0, 1), into)
+    assert summed is into and (into - 1 - exact).norm() <= 1e-6 * exact.norm()
+
+
 def test_depth_mix_without_sources_is_the_value():
     q, k, v = (heads(1, h, 3, 8) for h in (2, 1, 1))
     assert kernels.depth_mix(q, k, v, []) is v and torch.equal(model.depth_mix(q, k, v, [], []), v)
@@ -139,7 +156,7 @@ def test_depth_mix_without_sources_is_the_value():
 
 def test_depth_mix_with_stacked_sources_and_other_strides(monkeypatch):
     monkeypatch.setitem(kernels.SETTINGS, "heads_forward", (1, 1))
-    monkeypatch.setitem(kernels.SETTINGS, "heads_backward", (1, 1, 1))  # four rows a tile, and more tiles than programs
+    monkeypatch.setitem(kernels.SETTINGS, "heads_backward_mix", (1, 1, 1, None))  # four rows a tile, and more tiles than programs
     B, H, G, T, D, N = 2, 4, 2, 5, 12, 3
     leaves = [leaf(B, H, T, D), leaf(B, G, D, T), leaf(B, T, G, 2 * D), leaf(N, B, G, T, D), leaf(N, B, T, G, D)]
 
