@@ -177,7 +177,8 @@ def test_every_config_is_understood_and_gives_a_model(name):
     c = configure(ROOT / "train.py", [f"config/{name}"], model_fields=True)
     train.validate(c)
     train.GPTConfig(**{field: getattr(c, field) for field in train.MODEL_FIELDS if field != "vocab_size"}, vocab_size=c.vocab_size or 256)
-    assert c.out_dir == f"out/{name[:-3]}" and c.min_lr == pytest.approx(0.1 * c.learning_rate)
+    assert c.out_dir == f"out/{name[:-3]}"
+    assert name == "quickstart.py" or c.min_lr == pytest.approx(0.1 * c.learning_rate)  # the quickstart is no recipe: its rates were tried out
     for world_size in (1, 8) if c.max_iters > 10_000 else (1,):
         train.accumulation_steps(c.global_batch_size, c.batch_size, world_size)
 
