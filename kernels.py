@@ -9,6 +9,7 @@ A tensor written [B, H, T, D] is in training a transposed view of contiguous [B,
 import functools
 import importlib
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -218,8 +219,7 @@ def weight_gradient(dy, x, into=None):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight):
-        w = weight.to(x.dtype)
+    def forward(ctx, x, weight, w):
         ctx.save_for_backward(x, w)
         return torch.nn.functional.linear(x, w)
 
@@ -227,12 +227,22 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         dx = dy @ w if ctx.needs_input_grad[0] else None
-        return dx, weight_gradient(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        return dx, weight_gradient(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None, None
+
+
+def _cast(weight, dtype):
+    """weight in another dtype: the same tensor as before while the backward pass of an earlier call, as in a looped model, still keeps it."""
+    of, kept = getattr(weight, "last_cast", (None, None))
+    w = kept() if of == (weight._version, dtype) else None
+    if w is None:
+        w = weight.detach().to(dtype)
+        weight.last_cast = (weight._version, dtype), weakref.ref(w)
+    return w
 
 
 def linear(x, weight):
     """x weight^T of x [..., I] in bfloat16 or float16 and weight [O, I] in float32, whose gradient is float32 as well -> [..., O] in x's dtype."""
-    return _Linear.apply(x, weight)
+    return _Linear.apply(x, weight, _cast(weight, x.dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
