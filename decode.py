@@ -20,7 +20,7 @@ from kernels import _ceil_div, _finish, _pointer, _power_of_2
 from model import KVCache, window_start
 
 # Launch settings of _token_kernel, the best on an H200. tile: numbers of a weight matrix that a program holds at a time.
-SETTINGS = dict(warps=8, tile=16384, stages=3, prefetch=True)
+SETTINGS = dict(warps=8, tile=16384, hold=3, prefetch=True)
 BLOCK = 32  # cached tokens that a program reads at a time
 SPLITS = 8  # parts of the cache that different programs read, for each KV head
 SOURCES = 16  # most sources of Depth-Attention that a program holds at once
@@ -149,257 +149,454 @@ class Slot:
 # ----------------------------------------------------------------------------------------------------------------------
 # all layers of one token in one launch
 #
-# As many programs as the GPU has multiprocessors stay for the whole token. Each has its own rows of every matrix, and all wait for each other wherever
-# one needs what others have computed: five times a layer. A wait costs about a microsecond, and a layer's weights at full bandwidth only five, so
-# memory must not rest meanwhile: before a program waits, it asks for the weights that it needs behind the wait, the first tile into its registers
-# and those of the step after into the L2 cache. What programs hand to each other is small, stays in L2 and is read there (.cg), never from a stale L1.
+# As many programs as the GPU has multiprocessors stay for the whole token. Each has its own rows of every matrix, and five times a layer each needs what
+# the others have computed. A layer's weights at full bandwidth take five microseconds, so these five ways from program to program are what limits,
+# and there is no barrier on them: a number travels as a word that holds its tag besides it, written at once and read until the tag is the awaited one.
+# That costs one way to the L2 cache and one back, where a barrier costs a fence, an atomic, a poll and then a load. The tag is the layer's, counted
+# on over all tokens. No word is overwritten too early: a program that reads one writes, in the same step of the layer, something that the word's next
+# writer waits for, if only through others; therefore programs without rows in a step read nothing there.
+#
+# What does not depend on other programs is read before waiting: weights into registers, and those of the step after into L2. A tile of weights is
+# [parts, rows, columns of a part], so that each row lies within one warp, and its sum needs no shared memory.
+
+@triton.constexpr_function
+def _parts(K):
+    """(columns of a part, parts as a power of 2, of these in the first tile, in the second) for rows of K numbers."""
+    width = min(256, triton.next_power_of_2(K))
+    parts = (K + width - 1) // width
+    first = triton.next_power_of_2(parts + 1) // 2
+    return width, triton.next_power_of_2(parts), first, triton.next_power_of_2(parts - first) if parts > first else 0
+
+
+@triton.constexpr_function
+def _receive(loads, pointers, pack):
+    """PTX that reads words, each load (pointer, offset in bytes, bytes of a word, its number or -1), until all have their tags: see `_received`."""
+    out, tag = len(loads) * pack, (len(loads) + pointers) * pack
+    wide = [load[2] == 8 for load in loads for _ in range(pack)]
+    which = [load[3] for load in loads for _ in range(pack)]
+    at = [f"[${out + load[0] * pack + e}+{load[1]}]" for load in loads for e in range(pack)]
+    body = [f".reg .pred go, on<8>; .reg .b32 left, tries; .reg .b64 w<{out}>; .reg .b32 u<{out}>, v<{out}>, t<{out}>;", "mov.b32 tries, 0;"]
+    body += [f"setp.gt.s32 on{n}, ${tag + 2 * pack}, {n};" for n in sorted(set(which)) if n >= 0]
+    body += [f"mov.b64 w{i}, {{0, ${tag}}};" if wide[i] else f"mov.b32 u{i}, ${tag + pack};" for i in range(out) if which[i] >= 0]
+    body += ["AGAIN:", "mov.b32 left, 0;"]
+    body += [(f"@on{which[i]} " if which[i] >= 0 else "") + (f"ld.relaxed.gpu.global.b64 w{i}, {at[i]};" if wide[i] else f"ld.relaxed.gpu.global.b32 u{i}, {at[i]};")
+             for i in range(out)]
+    body += [(f"mov.b64 {{v{i}, t{i}}}, w{i}; xor.b32 t{i}, t{i}, ${tag};" if wide[i] else
+              f"and.b32 v{i}, u{i}, 0xffff0000; and.b32 t{i}, u{i}, 0xffff; xor.b32 t{i}, t{i}, ${tag + pack};") + f" or.b32 left, left, t{i};" for i in range(out)]
+    body += ["add.u32 tries, tries, 1; setp.gt.u32 go, tries, 4000000; @go trap;", "setp.ne.b32 go, left, 0; @go bra AGAIN;"]  # seconds: an error, not for ever
+    return "{" + "\n".join(body + [f"mov.b32 ${i}, v{i};" for i in range(out)]) + "}"
+
+
+@triton.constexpr_function
+def _constraints(outputs, pointers, pack):
+    return ",".join(["=r"] * (outputs * pack) + ["l"] * (pointers * pack) + ["r"] * (3 * pack))
+
+
+@triton.constexpr_function
+def _plain(size):
+    return [(0, 0, size, -1)]
+
+
+@triton.constexpr_function
+def _heads(queries, D):
+    """Of queries and then of a key and a value, all as halves."""
+    return [(0, 4 * D * half, 8, -1) for half in range(2 * queries)] + [(1, 4 * D * half, 8, -1) for half in range(4)]
+
+
+@triton.constexpr_function
+def _four(size, H, D):
+    """Of four splits, a word of the output and one of the log-sum-exp."""
+    return [(0, s * H * D * size, size, s) for s in range(4)] + [(1, s * H * 8, 8, s) for s in range(4)]
+
+
+@triton.constexpr_function
+def _pack(numbers, threads):
+    """Numbers that a thread reads at once."""
+    return max(1, min(16, numbers // threads))
+
 
 @triton.jit
-def _announce(counter, GRID: tl.constexpr):
-    """This program has stored what the others wait for."""
-    if GRID > 1:
-        tl.debug_barrier()  # all of its threads have
-        tl.atomic_add(counter, 1, sem="release", scope="gpu")
+def _small(tag):
+    return 1 + tag % 65535  # of words of 4 bytes
 
 
 @triton.jit
-def _wait(counter, target, GRID: tl.constexpr):
-    """Until there have been `target` announcements."""
-    if GRID > 1:
-        while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < target:
-            pass
-        tl.debug_barrier()
+def _send(words, place, value, tag, mask):
+    """Stores numbers as words: float32 and its tag in 8 bytes, or bfloat16 and its tag in 4. A store of that size arrives whole."""
+    if words.dtype.element_ty == tl.int64:
+        word = (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (tag.to(tl.int64) << 32)
+    else:
+        word = (value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16) | _small(tag)
+    tl.store(words + place, word, mask=mask)
 
 
 @triton.jit
-def _prefetch(weight, row, N: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr, LINES: tl.constexpr, ON: tl.constexpr):
-    """Asks for EACH rows of a matrix [N, K], from `row` on, without waiting for them: they come into the L2 cache, in lines of 128 bytes."""
+def _number(words, mask):
+    """The numbers in words that have long been there."""
+    word = tl.load(words, mask=mask, other=0, cache_modifier=".cg")
+    if words.dtype.element_ty == tl.int64:
+        return (word & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _received(words, K: tl.constexpr, tag, THREADS: tl.constexpr, GRID: tl.constexpr):
+    """K numbers, once all are there, as [parts, columns], zeros behind the last."""
+    WIDTH: tl.constexpr = _parts(K)[0]
+    PARTS: tl.constexpr = _parts(K)[1]
+    SIZE: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // 8
+    PACK: tl.constexpr = _pack(PARTS * WIDTH, THREADS)
+    cols = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    place = words + tl.minimum(cols, K - 1)
+    if GRID == 1:
+        x = _number(place, cols < K)
+    else:
+        x = tl.inline_asm_elementwise(_receive(_plain(SIZE), 1, PACK), _constraints(1, 1, PACK), [place, tag, _small(tag), 0], dtype=tl.float32, is_pure=False, pack=PACK)
+    if PARTS * WIDTH > K:
+        x = tl.where(cols < K, x, 0.0)
+    return x
+
+
+@triton.jit
+def _prefetch(weight, row, rows, N: tl.constexpr, K: tl.constexpr, ON: tl.constexpr):
+    """Asks for rows of a matrix [N, K], from `row` on, without waiting for them: they come into the L2 cache. One thread asks for all."""
     if ON:
-        line = (weight + row * K).to(tl.int64) + tl.arange(0, LINES) * 128
-        line = tl.minimum(line, (weight + tl.minimum(row + EACH, N) * K).to(tl.int64) - 1)
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
+        size = tl.maximum(tl.minimum(row + rows, N) - row, 0) * (K * weight.dtype.element_ty.primitive_bitwidth // 8)
+        tl.inline_asm_elementwise("{.reg .pred one; .reg .b32 id; mov.u32 id, %tid.x; setp.eq.u32 one, id, 0; setp.ne.and.b32 one, $2, 0, one; "
+                                  "@one cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}", "=r,l,r", [weight + row.to(tl.int64) * K, size // 16 * 16],
+                                  dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _tile(weight, row, end, K: tl.constexpr, R: tl.constexpr, K_: tl.constexpr):
-    """Rows row..row+R of a matrix [*, K]; zeros from the row `end` on."""
-    r, cols = tl.arange(0, R)[:, None], tl.arange(0, K_)[None, :]
-    return tl.load(weight + row.to(tl.int64) * K + (r * K + cols), mask=(row + r < end) & (cols < K), other=0.0, eviction_policy="evict_first")
+def _some(weight, row, end, K: tl.constexpr, R: tl.constexpr, FROM: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    part, r, col = tl.arange(0, PARTS)[:, None, None], tl.arange(0, R)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
+    col = (part + FROM) * WIDTH + col
+    return tl.load(weight + row.to(tl.int64) * K + (r * K + col), mask=(row + r < end) & (col < K), other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _times(tile, x):
-    return tl.sum(tile.to(tl.float32) * x[None, :], 1)
+def _tile(weight, row, end, K: tl.constexpr, R: tl.constexpr):
+    """Rows row..row+R of a matrix [*, K] as one or two tiles [parts, R, columns]; zeros from the row `end` on."""
+    WIDTH: tl.constexpr = _parts(K)[0]
+    FIRST: tl.constexpr = _parts(K)[2]
+    SECOND: tl.constexpr = _parts(K)[3]
+    if SECOND > 0:
+        return _some(weight, row, end, K, R, 0, FIRST, WIDTH), _some(weight, row, end, K, R, FIRST, SECOND, WIDTH)
+    else:
+        return (_some(weight, row, end, K, R, 0, FIRST, WIDTH),)
 
 
 @triton.jit
-def _weights_of_norm(weight, C: tl.constexpr, C_: tl.constexpr):
-    cols = tl.arange(0, C_)
-    return tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+def _halved(x):
+    """[parts, columns] -> its first and its second half of the parts."""
+    return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
 
 
 @triton.jit
-def _normed(stream, weight, eps, C: tl.constexpr, C_: tl.constexpr):
-    """The RMSNorm of the residual stream, weight already read."""
-    cols = tl.arange(0, C_)
-    x = tl.load(stream + cols, mask=cols < C, other=0.0, cache_modifier=".cg")
-    return x * tl.rsqrt(tl.sum(x * x, 0) / C + eps) * weight
+def _as_tiles(x, K: tl.constexpr):
+    """[parts, columns] cut as `_tile` cuts rows."""
+    FIRST: tl.constexpr = _parts(K)[2]
+    SECOND: tl.constexpr = _parts(K)[3]
+    if SECOND > 0:
+        first, second = _halved(x)
+        for i in tl.static_range(8):
+            if second.shape[0] > SECOND:
+                second, _ = _halved(second)
+        return first, second
+    else:
+        return (x,)
 
 
 @triton.jit
-def _project(stream, norm, weight, out, eps, counter, target, N: tl.constexpr, C: tl.constexpr, C_: tl.constexpr, R: tl.constexpr, GRID: tl.constexpr):
-    """out [N] = W norm(x)."""
+def _plus(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _times(tiles, x):
+    """[R]: the tiles' rows times x."""
+    y = tl.sum(tiles[0].to(tl.float32) * x[0][:, None, :], 0)
+    if len(tiles) > 1:
+        y += tl.sum(tiles[1].to(tl.float32) * x[1][:, None, :], 0)
+    return tl.sum(y, 1)
+
+
+@triton.jit
+def _times_normed(tiles, x, weight, eps, C: tl.constexpr):
+    """[R]: the tiles' rows times RMSNorm(x), whose mean square is a sum along with theirs."""
+    w = tiles[0].to(tl.float32)
+    y, square = tl.reduce((w * (x[0] * weight[0])[:, None, :], tl.broadcast_to((x[0] * x[0])[:, None, :], w.shape)), 0, _plus)
+    if len(tiles) > 1:
+        w = tiles[1].to(tl.float32)
+        y2, square2 = tl.reduce((w * (x[1] * weight[1])[:, None, :], tl.broadcast_to((x[1] * x[1])[:, None, :], w.shape)), 0, _plus)
+        y, square = y + y2, square + square2
+    y, square = tl.reduce((y, square), 1, _plus)
+    return y * tl.rsqrt(square / C + eps)
+
+
+@triton.jit
+def _norm_weight(weight, C: tl.constexpr):
+    cols = tl.arange(0, _parts(C)[1])[:, None] * _parts(C)[0] + tl.arange(0, _parts(C)[0])[None, :]
+    return _as_tiles(tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32), C)
+
+
+@triton.jit
+def _project(stream, norm, weight, qkv, eps, tag, N: tl.constexpr, C: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+             R: tl.constexpr, HOLD: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
+    """qkv = W norm(x), written as [G, GROUP queries, a key and a value, D]."""
     EACH: tl.constexpr = (N + GRID - 1) // GRID
     start = tl.program_id(0) * EACH
     end = tl.minimum(start + EACH, N)
-    tile, norm_weight = _tile(weight, start, end, C, R, C_), _weights_of_norm(norm, C, C_)
-    _wait(counter, target, GRID)
-    x = _normed(stream, norm_weight, eps, C, C_)
-    for i in tl.static_range(0, EACH, R):
-        this, row = tile, start + i + tl.arange(0, R)
-        if i + R < EACH:
-            tile = _tile(weight, start + i + R, end, C, R, C_)
-        tl.store(out + row, _times(this, x), mask=row < end)
-    _announce(counter, GRID)
+    if start < N:
+        tiles, norm_weight = (), _norm_weight(norm, C)
+        for i in tl.static_range(0, EACH, R):
+            if i < HOLD * R:
+                tiles = tiles + (_tile(weight, start + i, end, C, R),)
+        x = _as_tiles(_received(stream, C, tag, THREADS, GRID), C)
+        for i in tl.static_range(0, EACH, R):
+            if i + HOLD * R < EACH:
+                tiles = tiles + (_tile(weight, start + i + HOLD * R, end, C, R),)
+            row = start + i + tl.arange(0, R)
+            head = row // D
+            rest = head - G * GROUP  # a key's or a value's, from 0 on
+            head = tl.where(rest < 0, head // GROUP * (GROUP + 2) + head % GROUP, rest % G * (GROUP + 2) + GROUP + rest // G)
+            _send(qkv, head * D + row % D, _times_normed(tiles[i // R], x, norm_weight, eps, C), tag, row < end)
 
 
 @triton.jit
-def _halves(pointer, weight_a, weight_b, c, s, eps, D: tl.constexpr, HALF_: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr):
-    """A head of qkv, finished: its halves [D/2]. A vector this short lies in every warp, and its sums need no shared memory."""
-    half = tl.arange(0, HALF_)
-    a = tl.load(pointer + half, mask=half < D // 2, other=0.0, cache_modifier=".cg")
-    b = tl.load(pointer + half + D // 2, mask=half < D // 2, other=0.0, cache_modifier=".cg")
-    return _finish(a, b, weight_a, weight_b, c, s, eps, D, NORM, True, NORM_LAST)
+def _halves(k, v, at, end, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys and values, each as halves [BLOCK, D/2], of the cached tokens from `at` on; zeros from `end` on."""
+    token, half = at + tl.arange(0, BLOCK)[:, None], tl.arange(0, D // 2)[None, :]
+    place, here = token * D + half, token < end
+    return (tl.load(k + place, mask=here, other=0.0), tl.load(k + place + D // 2, mask=here, other=0.0),
+            tl.load(v + place, mask=here, other=0.0), tl.load(v + place + D // 2, mask=here, other=0.0))
 
 
 @triton.jit
-def _source(k, v, layer, index, write, position, D: tl.constexpr, HALF_: tl.constexpr, D_: tl.constexpr):
-    """(index, key's halves, value) of another layer for this token, from its place in the cache; zeros where `write` is 0 or the index is -1, no layer."""
-    half, cols, some = tl.arange(0, HALF_), tl.arange(0, D_), tl.where(index >= 0, write, 0)
-    place = index.to(tl.int64) * layer + position * D
-    a = tl.load(k + place + half, mask=half < some // 2, other=0.0, cache_modifier=".cg")
-    b = tl.load(k + place + half + D // 2, mask=half < some // 2, other=0.0, cache_modifier=".cg")
-    return index, a, b, tl.load(v + place + cols, mask=cols < some, other=0.0, cache_modifier=".cg")
+def _plus_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
 @triton.jit
-def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, scale, counter, target, H: tl.constexpr, G: tl.constexpr,
-            GROUP: tl.constexpr, GROUP_: tl.constexpr, D: tl.constexpr, HALF_: tl.constexpr, D_: tl.constexpr, N_: tl.constexpr, NORM: tl.constexpr,
-            NORM_LAST: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, GRID: tl.constexpr):
+def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, scale, tag, H: tl.constexpr, G: tl.constexpr,
+            GROUP: tl.constexpr, D: tl.constexpr, N_: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, BLOCK: tl.constexpr,
+            SPLITS: tl.constexpr, GRID: tl.constexpr):
     """
-    Finishes the queries and the new key, mixes the new value over depth, writes both into the cache and attends: each KV head's parts of the cache
-    by different programs. All that does not depend on this layer's qkv is read before the wait.
+    Attention of a head to one part of the cache. A head's first part has the new token besides: its program finishes the key, mixes the value over depth
+    and writes both into the cache. All heads that share them write the same, so that a program reads, as sources in later layers, what it has
+    written itself.
     """
-    half, cols, member = tl.arange(0, HALF_), tl.arange(0, D_), tl.arange(0, GROUP_)[:, None]
     HALF: tl.constexpr = D // 2
-    in_half, layer = half < HALF, max_len.to(tl.int64) * (2 * G * D)
-    for i in tl.static_range(0, G * SPLITS, GRID):
+    half, layer = tl.arange(0, HALF), max_len.to(tl.int64) * (2 * G * D)
+    for i in tl.static_range(0, H * SPLITS, GRID):
         unit = tl.program_id(0) + i
-        group, split = unit % G, unit // G
-        own = split == 0  # this one has the new token besides its part
-        write = tl.where(own, D, 0)
-        first, end, _ = _part(position, split, BLOCK, SPLITS)
-        rows = cache + group * max_len.to(tl.int64) * D  # this head's in layer 0
-        k, v = rows + m * layer, rows + m * layer + layer // 2
-        ka, kb, values = _cached(k, v, first, tl.where(split < SPLITS, end, 0), D, HALF_, D_, BLOCK)
-        c, s = tl.load(cos + position * HALF + half, mask=in_half, other=0.0), tl.load(sin + position * HALF + half, mask=in_half, other=0.0)
-        qwa, qwb, kwa, kwb = 1.0, 1.0, 1.0, 1.0
-        if NORM:
-            qwa, qwb = tl.load(q_norm + half, mask=in_half, other=0.0).to(tl.float32), tl.load(q_norm + half + HALF, mask=in_half, other=0.0).to(tl.float32)
-            kwa, kwb = tl.load(k_norm + half, mask=in_half, other=0.0).to(tl.float32), tl.load(k_norm + half + HALF, mask=in_half, other=0.0).to(tl.float32)
-        read = ()  # what Depth-Attention reads of earlier layers, which have written it in their turn
-        for j in tl.static_range(N_):
-            read = read + (_source(rows, rows + layer // 2, layer, tl.load(sources + m * N_ + j), write, position, D, HALF_, D_),)
-        if i == 0:
-            _wait(counter, target, GRID)
-        q, here = qkv + (group * GROUP + member) * D + half[None, :], (member < GROUP) & in_half[None, :]
-        qa, qb = tl.load(q, mask=here, other=0.0, cache_modifier=".cg"), tl.load(q + HALF, mask=here, other=0.0, cache_modifier=".cg")
-        new_v = tl.load(qkv + (H + G + group) * D + cols, mask=cols < D, other=0.0, cache_modifier=".cg")
-        new_a, new_b = _halves(qkv + (H + group) * D, kwa, kwb, c, s, eps, D, HALF_, NORM, NORM_LAST)
-        if N_ > 0:  # the softmax over depth of model.depth_mix, source by source
-            mean_a, mean_b = tl.zeros_like(new_a), tl.zeros_like(new_b)
-            for j in tl.static_range(GROUP):
-                a, b = _halves(qkv + (group * GROUP + j) * D, qwa, qwb, c, s, eps, D, HALF_, NORM, False)
-                mean_a, mean_b = mean_a + a * (scale / GROUP), mean_b + b * (scale / GROUP)
-            best, mass = tl.sum(mean_a * new_a + mean_b * new_b, 0), 1.0
+        head, split = unit % H, unit // H
+        group = head // GROUP
+        own = split == 0
+        first, end, n = _part(position, split, BLOCK, SPLITS)
+        if split < n:
+            rows = cache + group * max_len.to(tl.int64) * D  # this head's in layer 0
+            k, v = rows + m * layer, rows + m * layer + layer // 2
+            ka, kb, va, vb = _halves(k, v, first, end, D, BLOCK)
+            c, s = tl.load(cos + position * HALF + half), tl.load(sin + position * HALF + half)
+            qwa, qwb, kwa, kwb = 1.0, 1.0, 1.0, 1.0
+            if NORM:
+                qwa, qwb = tl.load(q_norm + half).to(tl.float32), tl.load(q_norm + half + HALF).to(tl.float32)
+                kwa, kwb = tl.load(k_norm + half).to(tl.float32), tl.load(k_norm + half + HALF).to(tl.float32)
+            read = ()
             for j in tl.static_range(N_):
-                index, a, b, value = read[j]
-                score = tl.sum(mean_a * a.to(tl.float32) + mean_b * b.to(tl.float32), 0) + tl.where(index >= 0, 0.0, float("-inf"))
-                better = tl.maximum(best, score)
-                old, p = tl.exp(best - better), tl.exp(score - better)
-                mass, new_v, best = mass * old + p, new_v * old + value.to(tl.float32) * p, better
-            new_v = new_v / mass
-        qa, qb = _finish(qa, qb, qwa, qwb, c[None, :], s[None, :], eps, D, NORM, True, False)
-        tl.store(k + position * D + half, new_a.to(k.dtype.element_ty), mask=half < write // 2)
-        tl.store(k + position * D + half + HALF, new_b.to(k.dtype.element_ty), mask=half < write // 2)
-        tl.store(v + position * D + cols, new_v.to(k.dtype.element_ty), mask=cols < write)
-        score = tl.sum(qa * new_a[None, :] + qb * new_b[None, :], 1) * scale
-        top, total = score + tl.where(own, 0.0, float("-inf")), tl.full([GROUP_], 1.0, tl.float32) * tl.where(own, 1.0, 0.0)
-        top, total, o = _over_cache(qa, qb, top, total, total[:, None] * new_v[None, :], ka, kb, values, k, v, first, tl.where(split < SPLITS, end, 0), scale,
-                                    D, HALF_, D_, BLOCK)
-        _store_part(part, lse, split, group, top, total, o, tl.where(split < SPLITS, GROUP, 0), H, GROUP, GROUP_, D, D_)
-    _announce(counter, GRID)
+                index = tl.load(sources + m * N_ + j)
+                place, here = rows + index.to(tl.int64) * layer + position * D + half, half < tl.where(own & (index >= 0), HALF, 0)
+                read = read + ((index, tl.load(place, mask=here, other=0.0, cache_modifier=".cg"), tl.load(place + HALF, mask=here, other=0.0, cache_modifier=".cg"),
+                                tl.load(place + layer // 2, mask=here, other=0.0, cache_modifier=".cg"),
+                                tl.load(place + layer // 2 + HALF, mask=here, other=0.0, cache_modifier=".cg")),)
+            QUERIES: tl.constexpr = GROUP if N_ > 0 else 1  # Depth-Attention takes the mean of the group's
+            at = qkv + group * ((GROUP + 2) * D) + half
+            q_at, k_at = at if N_ > 0 else at + head % GROUP * D, at + GROUP * D
+            if GRID > 1:
+                x = tl.inline_asm_elementwise(_receive(_heads(QUERIES, D), 2, 1), _constraints(2 * QUERIES + 4, 2, 1), [q_at, k_at, tag, _small(tag), 0],
+                                              dtype=(tl.float32,) * (2 * QUERIES + 4), is_pure=False, pack=1)
+            else:
+                x = ()
+                for j in tl.static_range(2 * QUERIES):
+                    x = x + (_number(q_at + j * HALF, half < HALF),)
+                for j in tl.static_range(4):
+                    x = x + (_number(k_at + j * HALF, half < HALF),)
+            new_ka, new_kb = _finish(x[2 * QUERIES], x[2 * QUERIES + 1], kwa, kwb, c, s, eps, D, NORM, True, NORM_LAST)
+            new_va, new_vb = x[2 * QUERIES + 2], x[2 * QUERIES + 3]
+            qa, qb = _finish(x[0], x[1], qwa, qwb, c, s, eps, D, NORM, True, False)
+            if N_ > 0:  # the softmax over depth of model.depth_mix, source by source
+                mean_a, mean_b = qa, qb
+                for j in tl.static_range(1, GROUP):
+                    a, b = _finish(x[2 * j], x[2 * j + 1], qwa, qwb, c, s, eps, D, NORM, True, False)
+                    mean_a, mean_b = mean_a + a, mean_b + b
+                    qa, qb = tl.where(head % GROUP == j, a, qa), tl.where(head % GROUP == j, b, qb)
+                mean_a, mean_b = mean_a * (scale / GROUP), mean_b * (scale / GROUP)
+                best, mass = tl.sum(mean_a * new_ka + mean_b * new_kb, 0), 1.0
+                for j in tl.static_range(N_):
+                    index, a, b, ua, ub = read[j]
+                    score = tl.sum(mean_a * a.to(tl.float32) + mean_b * b.to(tl.float32), 0) + tl.where(index >= 0, 0.0, float("-inf"))
+                    better = tl.maximum(best, score)
+                    old, p = tl.exp(best - better), tl.exp(score - better)
+                    new_va, new_vb = new_va * old + ua.to(tl.float32) * p, new_vb * old + ub.to(tl.float32) * p
+                    mass, best = mass * old + p, better
+                new_va, new_vb = new_va / mass, new_vb / mass
+            write, place = half < tl.where(own, HALF, 0), position * D + half
+            tl.store(k + place, new_ka.to(k.dtype.element_ty), mask=write)
+            tl.store(k + place + HALF, new_kb.to(k.dtype.element_ty), mask=write)
+            tl.store(v + place, new_va.to(k.dtype.element_ty), mask=write)
+            tl.store(v + place + HALF, new_vb.to(k.dtype.element_ty), mask=write)
+            new_score = tl.where(own, tl.sum(qa * new_ka + qb * new_kb, 0) * scale, float("-inf"))
+
+            # a softmax for each place in the block, so that nothing crosses warps before the end
+            top, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+            oa, ob = tl.zeros([BLOCK, HALF], tl.float32), tl.zeros([BLOCK, HALF], tl.float32)
+            for t in range(first, end, BLOCK):
+                next_ka, next_kb, next_va, next_vb = _halves(k, v, t + BLOCK, end, D, BLOCK)
+                score = tl.sum(qa[None, :] * ka.to(tl.float32) + qb[None, :] * kb.to(tl.float32), 1) * scale
+                new_top = tl.maximum(top, tl.where(t + tl.arange(0, BLOCK) < end, score, -1e30))
+                old, p = tl.exp(top - new_top), tl.where(t + tl.arange(0, BLOCK) < end, tl.exp(score - new_top), 0.0)
+                total = total * old + p
+                oa, ob = oa * old[:, None] + p[:, None] * va.to(tl.float32), ob * old[:, None] + p[:, None] * vb.to(tl.float32)
+                top, ka, kb, va, vb = new_top, next_ka, next_kb, next_va, next_vb
+            best = tl.maximum(tl.max(top, 0), new_score)
+            share = tl.exp(top - best)[:, None]
+            total, oa, ob = tl.reduce((tl.broadcast_to(total[:, None] * share, (BLOCK, HALF)), oa * share, ob * share), 0, _plus_three)
+            p = tl.exp(new_score - best)
+            total, oa, ob = total + p, oa + p * new_va, ob + p * new_vb
+            place = (split * H + head) * D + half
+            _send(part, place, oa / total, tag, half < HALF)
+            _send(part, place + HALF, ob / total, tag, half < HALF)
+            _send(lse, split * H + head + half, best + tl.log(total), tag, half < 1)
 
 
 @triton.jit
-def _joined(part, lse, position, H: tl.constexpr, H_: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Attention's output [H_ D], from that of its splits."""
+def _joined(part, lse, position, tag, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
+    """Attention's output as [parts, columns], from that of its splits, four at a time."""
+    WIDTH: tl.constexpr = _parts(H * D)[0]
+    PARTS: tl.constexpr = _parts(H * D)[1]
+    SIZE: tl.constexpr = part.dtype.element_ty.primitive_bitwidth // 8
+    PACK: tl.constexpr = min(4, _pack(PARTS * WIDTH, THREADS))
     _, _, n = _part(position, 0, BLOCK, SPLITS)
-    split, head, cols = tl.arange(0, SPLITS)[:, None], tl.arange(0, H_)[None, :], tl.arange(0, D)[None, None, :]
-    here = (split < n) & (head < H)
-    o = tl.load(part + (split * H + head)[:, :, None] * D + cols, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
-    score = tl.load(lse + split * H + head, mask=here, other=float("-inf"), cache_modifier=".cg")
-    p = tl.exp(score - tl.maximum(tl.max(score, 0), -1e30)[None, :])  # heads behind the last have no score
-    p = p / tl.maximum(tl.sum(p, 0), 1e-30)[None, :]
-    return tl.reshape(tl.sum(p[:, :, None] * o, 0), (H_ * D,))
+    cols = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    place = tl.minimum(cols, H * D - 1)
+    top, total, o = tl.full([PARTS, WIDTH], float("-inf"), tl.float32), tl.zeros([PARTS, WIDTH], tl.float32), tl.zeros([PARTS, WIDTH], tl.float32)
+    for first in range(0, n, 4):
+        o_at, lse_at, left = part + first * (H * D) + place, lse + first * H + place // D, n - first
+        if GRID > 1:
+            x = tl.inline_asm_elementwise(_receive(_four(SIZE, H, D), 2, PACK), _constraints(8, 2, PACK), [o_at.to(tl.int64), lse_at.to(tl.int64), tag, _small(tag), left],
+                                          dtype=(tl.float32,) * 8, is_pure=False, pack=PACK)
+        else:
+            x = ()
+            for s in tl.static_range(4):
+                x = x + (_number(o_at + s * (H * D), cols < tl.where(s < left, H * D, 0)),)
+            for s in tl.static_range(4):
+                x = x + (_number(lse_at + s * H, cols < tl.where(s < left, H * D, 0)),)
+        new_top = top
+        for s in tl.static_range(4):
+            new_top = tl.maximum(new_top, tl.where(s < left, x[4 + s], float("-inf")))
+        old = tl.exp(top - new_top)
+        total, o, top = total * old, o * old, new_top
+        for s in tl.static_range(4):
+            p = tl.where(s < left, tl.exp(x[4 + s] - new_top), 0.0)
+            total, o = total + p, o + p * x[s]
+    return tl.where(cols < H * D, o / total, 0.0)
 
 
 @triton.jit
-def _add(tile, weight, x, stream, counter, N: tl.constexpr, K: tl.constexpr, K_: tl.constexpr, R: tl.constexpr, GRID: tl.constexpr):
-    """stream [N] += W x, the first tile of this program's rows of W already read."""
+def _first_tiles(weight, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, HOLD: tl.constexpr, GRID: tl.constexpr):
+    EACH: tl.constexpr = (N + GRID - 1) // GRID
+    start, tiles = tl.program_id(0) * EACH, ()
+    for i in tl.static_range(0, EACH, R):
+        if i < HOLD * R:
+            tiles = tiles + (_tile(weight, start + i, tl.minimum(start + EACH, N), K, R),)
+    return tiles
+
+
+@triton.jit
+def _add(tiles, weight, x, old, new, tag, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, HOLD: tl.constexpr, GRID: tl.constexpr):
+    """new [N] = old + W x, this program's rows; the first tiles are read already, and `old` it has written itself."""
     EACH: tl.constexpr = (N + GRID - 1) // GRID
     start = tl.program_id(0) * EACH
     end = tl.minimum(start + EACH, N)
     for i in tl.static_range(0, EACH, R):
-        this, row = tile, start + i + tl.arange(0, R)
-        if i + R < EACH:
-            tile = _tile(weight, start + i + R, end, K, R, K_)
-        old = tl.load(stream + row, mask=row < end, other=0.0, cache_modifier=".cg")
-        tl.store(stream + row, old + _times(this, x), mask=row < end)
-    _announce(counter, GRID)
+        if i + HOLD * R < EACH:
+            tiles = tiles + (_tile(weight, start + i + HOLD * R, end, K, R),)
+        row = start + i + tl.arange(0, R)
+        _send(new, row, _number(old + row, row < end) + _times(tiles[i // R], x), tag, row < end)
 
 
 @triton.jit
-def _gate_up(stream, norm, weight, hidden, eps, counter, target, I: tl.constexpr, C: tl.constexpr, C_: tl.constexpr, R: tl.constexpr, GRID: tl.constexpr):
+def _gate_up(stream, norm, weight, hidden, eps, tag, I: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HOLD: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
     """hidden [I] = silu(gate) up of the MLP's input norm(x)."""
     EACH: tl.constexpr = (I + GRID - 1) // GRID
     start = tl.program_id(0) * EACH
     end = tl.minimum(start + EACH, I)
-    gate, up, norm_weight = _tile(weight, start, end, C, R, C_), _tile(weight + I * C, start, end, C, R, C_), _weights_of_norm(norm, C, C_)
-    _wait(counter, target, GRID)
-    x = _normed(stream, norm_weight, eps, C, C_)
-    for i in tl.static_range(0, EACH, R):
-        this_gate, this_up, row = gate, up, start + i + tl.arange(0, R)
-        if i + R < EACH:
-            gate, up = _tile(weight, start + i + R, end, C, R, C_), _tile(weight + I * C, start + i + R, end, C, R, C_)
-        g, u = tl.split(tl.sum(tl.join(this_gate.to(tl.float32) * x[None, :], this_up.to(tl.float32) * x[None, :]), 1))  # one reduction for both
-        tl.store(hidden + row, (g / (1 + tl.exp(-g)) * u).to(hidden.dtype.element_ty), mask=row < end)
-    _announce(counter, GRID)
+    if start < I:
+        gate, up, norm_weight = (), (), _norm_weight(norm, C)
+        for i in tl.static_range(0, EACH, R):
+            if i < HOLD * R:
+                gate, up = gate + (_tile(weight, start + i, end, C, R),), up + (_tile(weight + I * C, start + i, end, C, R),)
+        x = _as_tiles(_received(stream, C, tag, THREADS, GRID), C)
+        for i in tl.static_range(0, EACH, R):
+            if i + HOLD * R < EACH:
+                gate, up = gate + (_tile(weight, start + i + HOLD * R, end, C, R),), up + (_tile(weight + I * C, start + i + HOLD * R, end, C, R),)
+            g, u, row = _times_normed(gate[i // R], x, norm_weight, eps, C), _times_normed(up[i // R], x, norm_weight, eps, C), start + i + tl.arange(0, R)
+            _send(hidden, row, g / (1 + tl.exp(-g)) * u, tag, row < end)
 
 
-@triton.jit(do_not_specialize=["token", "position", "n_layers", "max_len", "V"])
-def _token_kernel(token, position, table, sources, n_layers, embed, head, cos, sin, cache, max_len, stream, qkv, part, lse, hidden, logits, last_norm, counter, eps, V,
-                  C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, GROUP_: tl.constexpr,
-                  D: tl.constexpr, HALF_: tl.constexpr, D_: tl.constexpr, C_: tl.constexpr, O_: tl.constexpr, I_: tl.constexpr, N_: tl.constexpr,
+@triton.jit(do_not_specialize=["token", "position", "first_tag", "n_layers", "max_len", "V"])
+def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, head, cos, sin, cache, max_len, stream, middle, qkv, part, lse, hidden, logits, last_norm, eps, V,
+                  C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, N_: tl.constexpr,
                   NORM: tl.constexpr, NORM_LAST: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, R_QKV: tl.constexpr, R_OUT: tl.constexpr,
-                  R_UP: tl.constexpr, R_DOWN: tl.constexpr, R_HEAD: tl.constexpr, LINES_QKV: tl.constexpr, LINES_OUT: tl.constexpr,
-                  LINES_UP: tl.constexpr, LINES_DOWN: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, GRID: tl.constexpr):
+                  R_UP: tl.constexpr, R_DOWN: tl.constexpr, R_HEAD: tl.constexpr, HOLD: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr,
+                  GRID: tl.constexpr):
     QKV: tl.constexpr = (H + 2 * G) * D
     EACH_QKV: tl.constexpr = (QKV + GRID - 1) // GRID
     EACH_C: tl.constexpr = (C + GRID - 1) // GRID
     EACH_I: tl.constexpr = (I + GRID - 1) // GRID
+    OWN: tl.constexpr = 1 if GRID == 1 else 128  # the first numbers of the residual stream are stored by their owners
     me = tl.program_id(0)
-    own = me * EACH_C
-    own_end = tl.minimum(own + EACH_C, C)
-    cols = tl.arange(0, C_)
-    x = tl.load(embed + tl.load(token) * C + cols, mask=cols < C, other=0.0)
-    tl.store(stream + cols, x.to(tl.float32), mask=cols < C)  # by every program, so that none has to wait for it
-    tl.debug_barrier()
-    target = 0
+    for i in tl.static_range(0, EACH_C, OWN):
+        r = i + tl.arange(0, OWN)
+        here = (r < EACH_C) & (me * EACH_C + r < C)
+        x = tl.load(embed + tl.load(token) * C + me * EACH_C + r, mask=here, other=0.0)
+        _send(stream, me * EACH_C + r, x.to(tl.float32), first_tag, here)
     for m in range(n_layers):
-        row = table + m * 8
+        tag, row = first_tag + m, table + m * 8
         attn_norm, mlp_norm, q_norm, k_norm = _pointer(row, 0, last_norm, 16), _pointer(row, 5, last_norm, 16), _pointer(row, 2, last_norm, 16), _pointer(row, 3, last_norm, 16)
         qkv_weight, out, gate_up, down = _pointer(row, 1, embed, 16), _pointer(row, 4, embed, 16), _pointer(row, 6, embed, 16), _pointer(row, 7, embed, 16)
         next_weight = _pointer(row, 9, embed, 16)  # the next layer's qkv, or the head
-        _prefetch(out, own, C, H * D, EACH_C, LINES_OUT, PREFETCH)
-        _project(stream, attn_norm, qkv_weight, qkv, eps, counter, target, QKV, C, C_, R_QKV, GRID)
-        _prefetch(gate_up, me * EACH_I, 2 * I, C, EACH_I, LINES_UP, PREFETCH)
-        _prefetch(gate_up, me * EACH_I + I, 2 * I, C, EACH_I, LINES_UP, PREFETCH)
-        _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, D ** -0.5, counter, target + GRID, H, G, GROUP, GROUP_,
-                D, HALF_, D_, N_, NORM, NORM_LAST, BLOCK, SPLITS, GRID)
-        tile = _tile(out, own, own_end, H * D, R_OUT, O_)
-        _prefetch(down, own, C, I, EACH_C, LINES_DOWN, PREFETCH)
-        _wait(counter, target + 2 * GRID, GRID)
-        _add(tile, out, _joined(part, lse, position, H, O_ // D, D, BLOCK, SPLITS), stream, counter, C, H * D, O_, R_OUT, GRID)
-        _prefetch(next_weight, me * EACH_QKV, QKV, C, EACH_QKV, LINES_QKV, PREFETCH)
-        _gate_up(stream, mlp_norm, gate_up, hidden, eps, counter, target + 3 * GRID, I, C, C_, R_UP, GRID)
-        tile, inner = _tile(down, own, own_end, I, R_DOWN, I_), tl.arange(0, I_)
-        _wait(counter, target + 4 * GRID, GRID)
-        h = tl.load(hidden + inner, mask=inner < I, other=0.0, cache_modifier=".cg").to(tl.float32)
-        _add(tile, down, h, stream, counter, C, I, I_, R_DOWN, GRID)
-        target += 5 * GRID
-    norm_weight = _weights_of_norm(last_norm, C, C_)
-    _wait(counter, target, GRID)
-    x = _normed(stream, norm_weight, eps, C, C_)
+        _prefetch(out, me * EACH_C, EACH_C, C, H * D, PREFETCH)
+        _prefetch(gate_up, me * EACH_I, EACH_I, I, C, PREFETCH)
+        _project(stream, attn_norm, qkv_weight, qkv, eps, tag, QKV, C, G, GROUP, D, R_QKV, HOLD, THREADS, GRID)
+        _prefetch(gate_up, me * EACH_I + I, EACH_I, 2 * I, C, PREFETCH)
+        _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, D ** -0.5, tag, H, G, GROUP, D, N_, NORM, NORM_LAST,
+                BLOCK, SPLITS, GRID)
+        _prefetch(down, me * EACH_C, EACH_C, C, I, PREFETCH)
+        if GRID > 1:
+            tl.debug_barrier()  # what this program has written, other threads of it read now: the residual stream, sources
+        if me * EACH_C < C:
+            tiles = _first_tiles(out, C, H * D, R_OUT, HOLD, GRID)
+            o = _as_tiles(_joined(part, lse, position, tag, H, D, BLOCK, SPLITS, THREADS, GRID), H * D)
+            _add(tiles, out, o, stream, middle, tag, C, H * D, R_OUT, HOLD, GRID)
+        _prefetch(next_weight, me * EACH_QKV, EACH_QKV, QKV, C, PREFETCH)
+        _gate_up(middle, mlp_norm, gate_up, hidden, eps, tag, I, C, R_UP, HOLD, THREADS, GRID)
+        if GRID > 1:
+            tl.debug_barrier()
+        if me * EACH_C < C:
+            tiles = _first_tiles(down, C, I, R_DOWN, HOLD, GRID)
+            h = _as_tiles(_received(hidden, I, tag, THREADS, GRID), I)
+            _add(tiles, down, h, middle, stream, tag + 1, C, I, R_DOWN, HOLD, GRID)
     each = tl.cdiv(V, GRID)
-    end = tl.minimum(me * each + each, V)
-    for i in tl.range(0, each, R_HEAD, num_stages=STAGES):
-        r = me * each + i + tl.arange(0, R_HEAD)
-        tl.store(logits + r, _times(_tile(head, me * each + i, end, C, R_HEAD, C_), x), mask=r < end)
-    if GRID > 1:  # whoever comes last leaves the counters as the next launch wants them: by then nobody waits any more
-        if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == GRID - 1:
-            tl.store(counter, 0)
-            tl.store(counter + 1, 0)
+    start, end = me * each, tl.minimum(me * each + each, V)
+    norm_weight, tile, next_tile = _norm_weight(last_norm, C), _tile(head, start, end, C, R_HEAD), _tile(head, start + R_HEAD, end, C, R_HEAD)
+    x = _as_tiles(_received(stream, C, first_tag + n_layers, THREADS, GRID), C)
+    for i in range(0, each, R_HEAD):
+        after, row = _tile(head, start + i + 2 * R_HEAD, end, C, R_HEAD), start + i + tl.arange(0, R_HEAD)
+        tl.store(logits + row, _times_normed(tile, x, norm_weight, eps, C), mask=row < end)
+        tile, next_tile = next_tile, after
 
 
 class Token:
@@ -420,26 +617,30 @@ class Token:
         n = max(map(len, candidates))
         self.sources = torch.tensor([s + [-1] * (n - len(s)) for s in candidates], dtype=torch.int32, device=device) if n else None
         self.cos, self.sin = model.cos, model.sin
-        wide = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)
-        self.stream, self.qkv, self.part, self.lse, self.logits = wide(c.n_embd), wide(qkv), wide(SPLITS, H, D), wide(SPLITS, H), wide(1, c.vocab_size)
-        self.hidden = cache.new_empty(c.n_inner)
-        self.counter = torch.zeros(2, dtype=torch.int32, device=device)
+        splits = SPLITS if programs == 1 else max(1, min(SPLITS, programs // H))
+        small = torch.int32 if cache.dtype == torch.bfloat16 else torch.int64
+        sizes = dict(stream=c.n_embd, middle=c.n_embd, qkv=qkv, part=(splits, H, D), lse=(splits, H), hidden=c.n_inner)  # what programs send each other
+        self.words = {name: torch.zeros(size, dtype=small if name in ("part", "hidden") else torch.int64, device=device) for name, size in sizes.items()}
+        self.logits = torch.empty(1, c.vocab_size, dtype=torch.float32, device=device)
+        self.tag, self.last = 1, -1
 
-        C_, O_, I_ = _power_of_2(c.n_embd), _power_of_2(H) * D, _power_of_2(c.n_inner)
-        rows_of = lambda n, width, tiles=1: max(1, min(_power_of_2(_ceil_div(n, programs)), tune["tile"] // (tiles * width)))
-        lines = lambda n, k: _power_of_2(_ceil_div(_ceil_div(n, programs) * k * cache.element_size(), 128))
-        self.shapes = _head_shapes(H, G, D) | dict(
-            C=c.n_embd, H=H, G=G, I=c.n_inner, C_=C_, O_=O_, I_=I_, N_=n, NORM=c.qk_norm == "head", NORM_LAST=c.k_norm_after_rope,
-            R_QKV=rows_of(qkv, C_), R_OUT=rows_of(c.n_embd, O_), R_UP=rows_of(c.n_inner, C_, 2), R_DOWN=rows_of(c.n_embd, I_), R_HEAD=max(1, tune["tile"] // C_),
-            LINES_QKV=lines(qkv, c.n_embd), LINES_OUT=lines(c.n_embd, H * D), LINES_UP=lines(c.n_inner, c.n_embd), LINES_DOWN=lines(c.n_embd, c.n_inner),
-            STAGES=tune["stages"], PREFETCH=tune["prefetch"] and programs > 1, GRID=programs)
+        wide = lambda k: _power_of_2(k) if k <= 256 else 256 * (_parts(k)[2] + _parts(k)[3])
+        rows_of = lambda n, k, tiles=1: max(1, min(_power_of_2(_ceil_div(n, programs)), _power_of_2(tune["tile"] // (tiles * wide(k)) + 1) // 2))
+        self.shapes = dict(
+            C=c.n_embd, H=H, G=G, I=c.n_inner, GROUP=H // G, D=D, N_=n, NORM=c.qk_norm == "head", NORM_LAST=c.k_norm_after_rope, BLOCK=BLOCK, SPLITS=splits,
+            R_QKV=rows_of(qkv, c.n_embd), R_OUT=rows_of(c.n_embd, H * D), R_UP=rows_of(c.n_inner, c.n_embd, 2), R_DOWN=rows_of(c.n_embd, c.n_inner),
+            R_HEAD=max(1, tune["tile"] // wide(c.n_embd)), HOLD=tune["hold"], PREFETCH=tune["prefetch"] and programs > 1, THREADS=32 * tune["warps"], GRID=programs)
         self.options = dict(num_warps=tune["warps"], launch_cooperative_grid=True) if programs > 1 else {}  # cooperative: all programs run at once, or an error
         self.eps, self.layers, self.max_len, self.vocab_size = c.norm_eps, M, cache.shape[4], c.vocab_size
 
     def __call__(self, token, position):
-        _token_kernel[(self.programs,)](token, position, self.table, self.sources, self.layers, self.embed, self.head, self.cos, self.sin, self.cache, self.max_len,
-                                        self.stream, self.qkv, self.part, self.lse, self.hidden, self.logits, self.norm, self.counter, self.eps, self.vocab_size,
-                                        **self.shapes, **self.options)
+        if position <= self.last or self.tag > 2**30:  # a split that was not read for long has old tags, and those of 4 bytes come again
+            for words in self.words.values():
+                words.zero_()
+            self.tag %= 2**30
+        _token_kernel[(self.programs,)](token, position, self.tag, self.table, self.sources, self.layers, self.embed, self.head, self.cos, self.sin, self.cache, self.max_len,
+                                        **self.words, logits=self.logits, last_norm=self.norm, eps=self.eps, V=self.vocab_size, **self.shapes, **self.options)
+        self.last, self.tag = position, self.tag + self.layers + 1
         return self.logits
 
 
