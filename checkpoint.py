@@ -17,6 +17,7 @@ A checkpoint is a dict of plain values and tensors (torch.load with weights_only
     data            what meta.json said: {'vocab_size', 'tokenizer', 'bytes'}; enough to sample without the shards
 """
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
@@ -146,9 +147,13 @@ def start_log(out_dir, header, step=None):
     came after is going to be done again, and the header is added once more. Otherwise an earlier run's files are moved aside.
     """
     path = Path(out_dir) / "log.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"--out_dir={out_dir} cannot be made ({_first_line(error)}); give a folder that can be written.") from error
+    lock(path.parent)
     if step is None:
         set_aside(path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     write_atomically(path, lambda file: file.write("".join(line for line in lines if _stays(line, step)).encode()))
     log(out_dir, header if step is None else header | {"resumed_at": step})
@@ -158,6 +163,32 @@ def log(out_dir, line):
     """Appends a dict to out_dir/log.jsonl."""
     with open(Path(out_dir) / "log.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def lock(folder):
+    """
+    Claims a run's folder for this process until `unlock` or its end, however that comes: two runs in one folder would overwrite each other's
+    checkpoints. Raises CheckpointError if another process has it. File systems without such locks, NFS among them, let everyone pass.
+    """
+    unlock()
+    folder_fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder_fd)
+        raise CheckpointError(f"another process is training in {folder} right now; end it first, or give another --out_dir.") from None
+    except OSError:
+        pass
+    _locked.append(folder_fd)
+
+
+def unlock():
+    """Gives back what `lock` has claimed."""
+    while _locked:
+        os.close(_locked.pop())
+
+
+_locked = []  # the open folder, whose descriptor is the lock
 
 
 def _stays(line, step):

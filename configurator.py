@@ -80,6 +80,8 @@ def find_device(name, local_rank=None):
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "mps" if mps and local_rank is None else "cpu"))
     except RuntimeError:
         raise ValueError(f"--device={name} is not a device; give cpu, cuda, cuda:1 or mps.") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"--device={name} is not supported; give cpu, cuda, cuda:1 or mps.")
     if device.type == "mps" and not mps:
         raise ValueError(f"--device={name}: PyTorch finds no Apple GPU here; use --device=cpu.")
     if device.type != "cuda":
@@ -264,7 +266,8 @@ def _read_argument(arg, argv, options):
         raise ValueError(f'unknown option {arg.partition("=")[0]}. {_nearest(name, options)}')
     if not equals:
         following = argv[argv.index(arg) + 1:argv.index(arg) + 2]
-        value = following[0] if following and not following[0].startswith("-") else options[name].default
+        default = options[name].default
+        value = following[0] if following and not following[0].startswith("-") else not default if type(default) is bool else default
         raise ValueError(f"--{name} needs its value after an equals sign: --{name}={value}")
     return name, parse(options[name], text)
 

@@ -35,6 +35,7 @@ def validate(c):
     """Raises ValueError for options that cannot work, naming option, value and rule."""
     configurator.require(c, "which", c.which in ("best", "last"), "must be best or last")
     configurator.require(c, "dtype", c.dtype in ("", "float32", "bfloat16"), "must be float32, bfloat16 or empty")
+    configurator.require(c, "seed", -2**63 <= c.seed < 2**63, "must fit into 64 bits")
     configurator.require(c, "num_samples", c.num_samples >= 1, "must be at least 1")
     configurator.require(c, "max_new_tokens", c.max_new_tokens >= 0, "must not be negative")
     configurator.require(c, "temperature", c.temperature >= 0, "must not be negative; 0 = always the most likely token")
@@ -44,7 +45,13 @@ def validate(c):
 
 def prompt_ids(start, tokenizer):
     """The prompt's token ids: of the text, of the file's text after FILE:, or the end-of-text token (id 0 where there is none). Raises ValueError."""
-    text = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8") if start.startswith("FILE:") else start
+    text = start
+    if start.startswith("FILE:"):
+        path = Path(start.removeprefix("FILE:"))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--start=FILE:{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8.") from error
     return tokenizer.encode(text) or [tokenizer.eot or 0]
 
 

@@ -122,6 +122,7 @@ def validate(c):
         require(name, getattr(c, name) >= 0, "must not be negative")
     for name in ("beta1", "beta2"):
         require(name, 0 <= getattr(c, name) < 1, "must be at least 0 and below 1")
+    require("seed", -2**63 <= c.seed < 2**63, "must fit into 64 bits")
     require("dtype", c.dtype in ("", *DTYPES), f"must be one of {', '.join(DTYPES)} or empty")
     require("min_lr", c.min_lr <= c.learning_rate, f"must not be above --learning_rate={c.learning_rate}")
 
@@ -318,6 +319,7 @@ def main(argv=None):
     try:
         train(c, ranks)
     finally:
+        checkpoint.unlock()
         ranks.close()
 
 

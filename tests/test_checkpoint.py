@@ -1,4 +1,5 @@
 """Checkpoints: whole or not there, readable without pickle's powers, named as the plain model is."""
+import fcntl
 import math
 import os
 import resource
@@ -127,6 +128,23 @@ def test_retention_keeps_the_newest_numbered_checkpoints(state, tmp_path, links,
     assert checkpoint.load(tmp_path / "ckpt_00000010.pt")["step"] == 10
     checkpoint.keep(tmp_path, 20, count=0)
     assert len(checkpoint.numbered(tmp_path)) == 3
+
+
+def test_a_folder_belongs_to_one_process_at_a_time(state, tmp_path):
+    checkpoint.save(tmp_path / "ckpt_last.pt", state)
+    other = os.open(tmp_path, os.O_RDONLY)  # its own lock, as another process would have it
+    try:
+        checkpoint.start_log(tmp_path, {"config": {}}, step=7)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        checkpoint.unlock()
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for step in (None, 7):
+            with pytest.raises(CheckpointError, match="another process is training"):
+                checkpoint.start_log(tmp_path, {"config": {}}, step)
+    finally:
+        os.close(other)
+    assert sorted(os.listdir(tmp_path)) == ["ckpt_last.pt", "log.jsonl"]
 
 
 def test_load_run_prefers_the_best_and_falls_back_to_the_last(state, tmp_path):

@@ -89,11 +89,16 @@ def test_case_36_samples_from_uniform_logits_differ():
 
 
 @pytest.mark.parametrize("option", [
-    "--temperature=-1", "--top_k=-1", "--top_p=0", "--top_p=1.5", "--num_samples=0", "--max_new_tokens=-1", "--which=worst", "--dtype=float16",
+    "--temperature=-1", "--top_k=-1", "--top_p=0", "--top_p=1.5", "--num_samples=0", "--seed=99999999999999999999", "--max_new_tokens=-1", "--which=worst", "--dtype=float16",
     "--device=cuda:9", "--start=FILE:/nowhere/prompt.txt", "--out_dir=/nowhere", "--init_from=/nowhere", "--max_tokens=3"])
 def test_case_36_bad_options_are_clean_errors(run, refused, option):
     message = refused(sample.main, [f"--out_dir={run}", "--device=cpu", option])
     assert option.split("=")[0] in message or option.split("=")[1].removeprefix("FILE:") in message, message
+
+
+def test_a_prompt_file_that_is_no_text_is_named(run, refused, tmp_path):
+    (tmp_path / "prompt.txt").write_bytes("é".encode("latin-1"))
+    assert f"{tmp_path}/prompt.txt is not UTF-8" in refused(sample.main, [f"--out_dir={run}", "--device=cpu", f"--start=FILE:{tmp_path}/prompt.txt"])
 
 
 def test_a_run_without_a_tokenizer_says_so(corpus, own_corpus, tmp_path, refused):

@@ -378,6 +378,9 @@ BAD_INPUTS = """
     --device=cuda           -> --device=cuda cpu
     --device=gpu            -> --device=gpu cuda
     --device=mps            -> --device=mps cpu
+    --device=meta           -> --device=meta cpu
+    --seed=99999999999999999999 -> --seed=9999 64 bits
+    --out_dir=/dev/null/run -> --out_dir=/dev/null/run written
     --dtype=fp16            -> --dtype=fp16 bfloat16
     --dtype=float16         -> --dtype=float16 cpu
     --grad_bf16=True        -> --grad_bf16 cpu
