@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import configurator
 from data import shards
-from data.tokenizer import tokenizer_from_meta
+from data.tokenizer import same_ids, tokenizer_from_meta
 from hf import open_model
 from model import KVCache, sample
 
@@ -94,7 +94,7 @@ def evaluate(model, split, block_size, eval_tokens=0, batch_size=8, bytes_per_to
 def evaluate_folder(c, model, tokenizer, folder, autocast):
     """`evaluate` on a folder of shards, after the checks that its ids mean to the model what they mean in the folder."""
     meta, part = shards.load_meta(folder), shards.open_split(folder, c.split)
-    if meta.get("tokenizer") and tokenizer and tokenizer_from_meta(meta["tokenizer"], folder).to_meta() != tokenizer.to_meta():
+    if meta.get("tokenizer") and tokenizer and not same_ids(tokenizer_from_meta(meta["tokenizer"], folder), tokenizer):
         raise ValueError(f"{folder} was made with another tokenizer than the model was trained with, so that its loss would mean nothing; "
                          "run prepare.py with the model's tokenizer, or give another --data_dir.")
     shards.check_vocab(part, model.config.vocab_size, "the model")

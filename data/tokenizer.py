@@ -229,6 +229,13 @@ def tokenizer_from_meta(meta, base_dir="."):
     raise DataError(f"The description of the tokenizer has kind {kind!r}, expected bytes, char, bpe, tiktoken or json.")
 
 
+def same_ids(a, b):
+    """Whether ids mean the same to two tokenizers, also of different kinds: an exported run's tokenizer.json is its byte-pair encoding."""
+    if a.to_meta() == b.to_meta():
+        return True
+    return (a.n_vocab, a.eot) == (b.n_vocab, b.eot) and all(a.decode([i]) == b.decode([i]) for i in range(a.n_vocab))
+
+
 def json_tokenizer_from_file(path):
     """The JSONTokenizer of a tokenizer.json file."""
     try:

@@ -240,6 +240,17 @@ def test_shards_without_bytes_and_a_hugging_face_folder(tmp_path, capsys):
     assert other == evaluation.evaluate(make_model(k_norm_after_rope=True), open_split(data, "val"), 32)["loss"] != result["loss"]
 
 
+def test_an_exported_run_is_evaluated_on_its_own_data(tmp_path):
+    hf = pytest.importorskip("hf")
+    bpe, data = train_bpe([TEXT * 3], 300), make_shards(tmp_path / "data")
+    write_json(data / "meta.json", {"vocab_size": bpe.n_vocab, "tokenizer": bpe.to_meta()})
+    hf.export(make_model(vocab_size=bpe.n_vocab), tmp_path / "hf", bpe)  # with a tokenizer.json, another kind of the same tokenizer
+    evaluation.main([f"--init_from={tmp_path / 'hf'}", f"--data_dir={data}", "--device=cpu", "--block_size=32"])
+    other = train_bpe([TEXT[::-1] * 3], 300)
+    write_json(data / "meta.json", {"vocab_size": bpe.n_vocab, "tokenizer": other.to_meta()})
+    assert other.n_vocab == bpe.n_vocab and "another tokenizer" in fails(f"--init_from={tmp_path / 'hf'}", f"--data_dir={data}", "--block_size=32")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # lm-eval itself, on local tasks
 
