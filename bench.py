@@ -1041,6 +1041,11 @@ def main(argv=None):
             raise ValueError(f"one table and one config file a run, got {', '.join([f'--{name}' for name in wanted] + c.operands)}.")
         if c.peer not in ("", "hf_llama"):
             raise ValueError(f"--peer={c.peer} is not known; it is hf_llama or empty.")
+        require = functools.partial(configurator.require, c)
+        require("world_size", c.world_size >= 1, "must be at least 1")
+        require("mfu", 0 < c.mfu <= 1, "must be above 0 and at most 1")
+        for name in ("batch_size", "block_size", "steps", "new_tokens", "train_tokens"):
+            require(name, getattr(c, name) >= 0, "must not be negative")
         c.shape = c.operands[0] if c.operands else c.shape
         device = configurator.find_device(c.device)
         c.dtype = c.dtype or ("bfloat16" if device.type == "cuda" else "float32")

@@ -138,6 +138,8 @@ def refuse_unsupported(hf):
             raise ValueError(f"config.json has {field} {hf[field]!r}; this model supports only {fine[0]!r}")
     for field in ("rope_scaling", "rope_parameters"):
         rope = hf.get(field) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"config.json has {field} {rope!r}; expected an object with fields")
         if rope.get("rope_type", rope.get("type", "default")) != "default" or rope.get("partial_rotary_factor", 1) != 1:
             raise ValueError(f"config.json has {field} {hf[field]!r}; this model rotates whole heads by plain positions, without scaling")
     if other := sorted(set(hf.get("layer_types") or []) - {"full_attention"}):
@@ -152,6 +154,8 @@ def shape_fields(hf, kind):
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if absent := [x for x in required if type(hf.get(x)) is not int]:
         raise ValueError(f"config.json has no whole number for {', '.join(absent)}")
+    if small := [x for x in required if hf[x] < 1]:
+        raise ValueError(f"config.json has {small[0]} {hf[small[0]]!r}; it must be at least 1")
     width, heads, qwen = hf["hidden_size"], hf["num_attention_heads"], kind == "qwen3"
     thetas = {number(x, "rope_theta", 10000.0) for x in (hf, hf.get("rope_parameters") or {}) if "rope_theta" in x}
     if len(thetas) > 1:
@@ -315,7 +319,8 @@ class Folder:
     def shards(self):
         """The paths of the safetensors files."""
         index = self.find("model.safetensors.index.json")
-        names = sorted(set(read_json(index).get("weight_map", {}).values())) if index else ["model.safetensors"]
+        weight_map = read_json(index).get("weight_map") if index else {"": "model.safetensors"}
+        names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
         if not names:
             raise ValueError(f"{index} has no weight_map that names the files; fetch it again")
         paths = [self.find(name) for name in names]

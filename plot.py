@@ -84,6 +84,8 @@ def read_log(path):
             line = json.loads(text)
         except ValueError:  # the half line of a killed run
             continue
+        if not isinstance(line, dict):
+            continue
         if "train_loss" in line:
             before = train[-1][2:] if train else (0, 0.0)
             train.append((line["step"], line["train_loss"], line["tokens"], before[1] + (line["tokens"] - before[0]) / line["tokens_per_s"] / 3600))
@@ -467,6 +469,8 @@ def read_depth(c):
         if not Path(c.out_dir).is_file():
             raise ValueError(f"{c.out_dir} does not exist; give a file that plot.py wrote with --save, or the folder of a run.")
         saved = json.loads(Path(c.out_dir).read_text(encoding="utf-8"))
+        if not isinstance(saved, dict) or not saved.keys() >= {"config", "tokens", "weights"}:
+            raise ValueError(f"{c.out_dir} is not a file that plot.py wrote with --save; give one, or the folder of a run.")
         with torch.device("meta"):  # drawing needs the shape, no parameter
             model = decoder.GPT(decoder.GPTConfig(**saved["config"]))
         return model, {name: [np.array(row) for row in rows] for name, rows in saved["weights"].items()}, saved["tokens"]

@@ -72,7 +72,8 @@ def test_a_method_has_the_fields_of_its_own_config_at_a_named_shape():
 @pytest.mark.parametrize("argv, words", [
     (["--methods=vanila"], "vanilla"), (["--methods=vanilla:depth_strid=3"], "depth_stride"), (["--methods=vanilla:n_layer=many"], "n_layer"),
     (["--methods=depth_attention:n_head=3"], "n_kv_head"), (["--shape=7t"], "410m"), (["--peer=gpt5"], "hf_llama"), (["--dtype=float8"], "bfloat16"),
-    (["--decode", "--profile"], "one table"), (["--stepz=3"], "--steps"), (["--decode", "--new_tokens=16"], "room")])
+    (["--decode", "--profile"], "one table"), (["--stepz=3"], "--steps"), (["--decode", "--new_tokens=16"], "room"),
+    (["--plan", "--world_size=0"], "--world_size=0"), (["--plan", "--mfu=0"], "--mfu=0"), (["--steps=-1"], "--steps=-1")])
 def test_a_mistake_ends_in_one_sentence(refused, argv, words):
     assert words in refused(bench.main, ["--device=cpu", *argv])
 

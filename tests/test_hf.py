@@ -297,7 +297,8 @@ WRONG_FIELDS = [("model_type", "mistral"), ("hidden_act", "gelu"), ("attention_b
                 ("rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0}), ("partial_rotary_factor", 0.5), ("sliding_window", 64),
                 ("layer_types", ["sliding_attention"] * 4), ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}), ("hidden_size", None),
                 ("num_hidden_layers", "four"), ("baseline_mode", "hyper"), ("use_qk_norm", False), ("cross_layer_pattern", "dense"),
-                ("attention_dropout", 0.1), ("no_residual", True), ("quantization_config", {"bits": 4}), ("rms_norm_eps", "small")]
+                ("attention_dropout", 0.1), ("no_residual", True), ("quantization_config", {"bits": 4}), ("rms_norm_eps", "small"),
+                ("rope_scaling", "linear"), ("num_attention_heads", 0)]
 
 
 @pytest.mark.parametrize("field, value", WRONG_FIELDS)
@@ -381,8 +382,9 @@ def test_files_that_are_missing_or_damaged(tmp_path):
     assert "pickles" in refusal(hf.load, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
     assert "model-00002-of-00002.safetensors" in refusal(hf.load, tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    assert "no weight_map" in refusal(hf.load, tmp_path)
+    for index in ("{}", '{"weight_map": [1]}'):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        assert "no weight_map" in refusal(hf.load, tmp_path)
 
 
 def test_hub_ids(tmp_path, monkeypatch):

@@ -315,7 +315,10 @@ def test_mistakes_end_in_a_sentence(tiny, tmp_path, refused):
     out, log = str(tmp_path / "out"), str(write_log(tmp_path / "log"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/log.jsonl").write_text('{"config": {}}\n')
-    for argv, sentence in (([], "there is no run to draw"), ([str(tmp_path)], "log.jsonl does not exist"), ([str(tmp_path / "empty")], "has no train lines yet"),
+    (tmp_path / "bench.json").write_text('{"rows": []}')
+    (tmp_path / "other.jsonl").write_text('5\nnull\n')
+    for argv, sentence in (([], "there is no run to draw"), ([str(tmp_path / "bench.json"), "--depth=True"], "is not a file that plot.py wrote"),
+                           ([str(tmp_path / "other.jsonl")], "has no train lines yet"), ([str(tmp_path)], "log.jsonl does not exist"), ([str(tmp_path / "empty")], "has no train lines yet"),
                            ([log, "--x=epochs"], "--x=epochs must be steps, tokens or hours"), ([log, "--out=loss.gif"], "must end in .png, .pdf or .svg"),
                            ([log, "--labels=a,b"], "has 2 names for 1 runs"), ([out, log, "--depth=True"], "draws one model"),
                            ([log, "--difference=True"], "give two or more"), ([f"{out}.json", "--depth=True"], "out.json does not exist"),
