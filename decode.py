@@ -21,7 +21,7 @@ from model import KVCache, window_start
 
 # Launch settings of _token_kernel, the best on an H200. tile: numbers of a weight matrix that a program holds at a time.
 SETTINGS = dict(warps=8, tile=16384, hold=3, prefetch=True)
-BLOCK = 32  # cached tokens that a program reads at a time
+BLOCK = 64  # cached tokens that a program reads at a time
 SPLITS = 8  # parts of the cache that different programs read, for each KV head
 SOURCES = 16  # most sources of Depth-Attention that a program holds at once
 LOOK = 16  # tokens between two looks at whether all rows have ended, which make the CPU wait for the GPU
@@ -157,7 +157,7 @@ class Slot:
 # writer waits for, if only through others; therefore programs without rows in a step read nothing there.
 #
 # What does not depend on other programs is read before waiting: weights into registers, and those of the step after into L2. A tile of weights is
-# [parts, rows, columns of a part], so that each row lies within one warp, and its sum needs no shared memory.
+# [rows, parts, columns of a part], so that each row lies within one warp, and its sum needs no shared memory.
 
 @triton.constexpr_function
 def _parts(K):
@@ -215,19 +215,35 @@ def _pack(numbers, threads):
     return max(1, min(16, numbers // threads))
 
 
+@triton.constexpr_function
+def _store(size):
+    return f"{{.reg .pred on; setp.ne.b32 on, $3, 0; @on st.relaxed.gpu.global.b{8 * size} [$1], $2; mov.b32 $0, 0;}}"
+
+
+@triton.constexpr_function
+def _load(kind):
+    """PTX that reads a number as float32."""
+    return {"fp32": "ld.global.b32 $0, [$1];", "bf16": "{.reg .b16 h, z; mov.b16 z, 0; ld.global.b16 h, [$1]; mov.b32 $0, {z, h};}",
+            "fp16": "{.reg .b16 h; ld.global.b16 h, [$1]; cvt.f32.f16 $0, h;}"}[kind]
+
+
 @triton.jit
 def _small(tag):
     return 1 + tag % 65535  # of words of 4 bytes
 
 
 @triton.jit
-def _send(words, place, value, tag, mask):
+def _send(words, place, value, tag, mask, GRID: tl.constexpr):
     """Stores numbers as words: float32 and its tag in 8 bytes, or bfloat16 and its tag in 4. A store of that size arrives whole."""
+    SIZE: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // 8
     if words.dtype.element_ty == tl.int64:
         word = (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (tag.to(tl.int64) << 32)
     else:
         word = (value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16) | _small(tag)
-    tl.store(words + place, word, mask=mask)
+    if GRID == 1:
+        tl.store(words + place, word, mask=mask)
+    else:  # not tl.store, for which numbers would first be spread over the threads in order, through shared memory
+        tl.inline_asm_elementwise(_store(SIZE), "=r,l,l,r" if SIZE == 8 else "=r,l,r,r", [(words + place).to(tl.int64), word, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -252,7 +268,10 @@ def _received(words, K: tl.constexpr, tag, THREADS: tl.constexpr, GRID: tl.const
     if GRID == 1:
         x = _number(place, cols < K)
     else:
-        x = tl.inline_asm_elementwise(_receive(_plain(SIZE), 1, PACK), _constraints(1, 1, PACK), [place, tag, _small(tag), 0], dtype=tl.float32, is_pure=False, pack=PACK)
+        x, turn = tl.zeros([PARTS, WIDTH], tl.float32), 0
+        while turn < 1:  # only so that Triton does not read a second time what it wants in another layout
+            x = tl.inline_asm_elementwise(_receive(_plain(SIZE), 1, PACK), _constraints(1, 1, PACK), [place, tag, _small(tag), 0], dtype=tl.float32, is_pure=False, pack=PACK)
+            turn += 1
     if PARTS * WIDTH > K:
         x = tl.where(cols < K, x, 0.0)
     return x
@@ -261,23 +280,24 @@ def _received(words, K: tl.constexpr, tag, THREADS: tl.constexpr, GRID: tl.const
 @triton.jit
 def _prefetch(weight, row, rows, N: tl.constexpr, K: tl.constexpr, ON: tl.constexpr):
     """Asks for rows of a matrix [N, K], from `row` on, without waiting for them: they come into the L2 cache. One thread asks for all."""
-    if ON:
-        size = tl.maximum(tl.minimum(row + rows, N) - row, 0) * (K * weight.dtype.element_ty.primitive_bitwidth // 8)
+    SIZE: tl.constexpr = K * weight.dtype.element_ty.primitive_bitwidth // 8
+    if ON and SIZE % 16 == 0:  # else a row may begin where no such request can
+        size = tl.maximum(tl.minimum(row + rows, N) - row, 0) * SIZE
         tl.inline_asm_elementwise("{.reg .pred one; .reg .b32 id; mov.u32 id, %tid.x; setp.eq.u32 one, id, 0; setp.ne.and.b32 one, $2, 0, one; "
-                                  "@one cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}", "=r,l,r", [weight + row.to(tl.int64) * K, size // 16 * 16],
+                                  "@one cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}", "=r,l,r", [weight + row.to(tl.int64) * K, size],
                                   dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def _some(weight, row, end, K: tl.constexpr, R: tl.constexpr, FROM: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    part, r, col = tl.arange(0, PARTS)[:, None, None], tl.arange(0, R)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
+    r, part, col = tl.arange(0, R)[:, None, None], tl.arange(0, PARTS)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
     col = (part + FROM) * WIDTH + col
     return tl.load(weight + row.to(tl.int64) * K + (r * K + col), mask=(row + r < end) & (col < K), other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _tile(weight, row, end, K: tl.constexpr, R: tl.constexpr):
-    """Rows row..row+R of a matrix [*, K] as one or two tiles [parts, R, columns]; zeros from the row `end` on."""
+    """Rows row..row+R of a matrix [*, K] as one or two tiles [R, parts, columns]; zeros from the row `end` on."""
     WIDTH: tl.constexpr = _parts(K)[0]
     FIRST: tl.constexpr = _parts(K)[2]
     SECOND: tl.constexpr = _parts(K)[3]
@@ -309,36 +329,35 @@ def _as_tiles(x, K: tl.constexpr):
 
 
 @triton.jit
-def _plus(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def _times(tiles, x):
     """[R]: the tiles' rows times x."""
-    y = tl.sum(tiles[0].to(tl.float32) * x[0][:, None, :], 0)
+    y = tl.sum(tiles[0].to(tl.float32) * x[0].to(tl.float32)[None, :, :], 1)
     if len(tiles) > 1:
-        y += tl.sum(tiles[1].to(tl.float32) * x[1][:, None, :], 0)
+        y += tl.sum(tiles[1].to(tl.float32) * x[1].to(tl.float32)[None, :, :], 1)
     return tl.sum(y, 1)
 
 
 @triton.jit
-def _times_normed(tiles, x, weight, eps, C: tl.constexpr):
-    """[R]: the tiles' rows times RMSNorm(x), whose mean square is a sum along with theirs."""
-    w = tiles[0].to(tl.float32)
-    y, square = tl.reduce((w * (x[0] * weight[0])[:, None, :], tl.broadcast_to((x[0] * x[0])[:, None, :], w.shape)), 0, _plus)
-    if len(tiles) > 1:
-        w = tiles[1].to(tl.float32)
-        y2, square2 = tl.reduce((w * (x[1] * weight[1])[:, None, :], tl.broadcast_to((x[1] * x[1])[:, None, :], w.shape)), 0, _plus)
-        y, square = y + y2, square + square2
-    y, square = tl.reduce((y, square), 1, _plus)
-    return y * tl.rsqrt(square / C + eps)
+def _norm_weight(weight, C: tl.constexpr, GRID: tl.constexpr):
+    KIND: tl.constexpr = weight.dtype.element_ty.name
+    cols = tl.arange(0, _parts(C)[1])[:, None] * _parts(C)[0] + tl.arange(0, _parts(C)[0])[None, :]
+    if GRID == 1:
+        return tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+    else:  # in the layout of what `_received` gives
+        return tl.inline_asm_elementwise(_load(KIND), "=r,l", [(weight + tl.minimum(cols, C - 1)).to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _norm_weight(weight, C: tl.constexpr):
-    cols = tl.arange(0, _parts(C)[1])[:, None] * _parts(C)[0] + tl.arange(0, _parts(C)[0])[None, :]
-    return _as_tiles(tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32), C)
+def _rounded(x, like):
+    """What all threads read from shared memory, in half the bytes where the matmuls of model.py round it as well."""
+    return x.to(tl.bfloat16) if like.dtype.element_ty == tl.bfloat16 else x
+
+
+@triton.jit
+def _weighted(stream, norm_weight, like, eps, tag, C: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
+    """The residual stream times the norm's weights, as tiles, and the factor that is missing to RMSNorm."""
+    x = _received(stream, C, tag, THREADS, GRID)
+    return _as_tiles(_rounded(x * norm_weight, like), C), tl.rsqrt(tl.sum(tl.sum(x * x, 0), 0) / C + eps)
 
 
 @triton.jit
@@ -349,11 +368,11 @@ def _project(stream, norm, weight, qkv, eps, tag, N: tl.constexpr, C: tl.constex
     start = tl.program_id(0) * EACH
     end = tl.minimum(start + EACH, N)
     if start < N:
-        tiles, norm_weight = (), _norm_weight(norm, C)
+        tiles, norm_weight = (), _norm_weight(norm, C, GRID)
         for i in tl.static_range(0, EACH, R):
             if i < HOLD * R:
                 tiles = tiles + (_tile(weight, start + i, end, C, R),)
-        x = _as_tiles(_received(stream, C, tag, THREADS, GRID), C)
+        x, factor = _weighted(stream, norm_weight, weight, eps, tag, C, THREADS, GRID)
         for i in tl.static_range(0, EACH, R):
             if i + HOLD * R < EACH:
                 tiles = tiles + (_tile(weight, start + i + HOLD * R, end, C, R),)
@@ -361,7 +380,7 @@ def _project(stream, norm, weight, qkv, eps, tag, N: tl.constexpr, C: tl.constex
             head = row // D
             rest = head - G * GROUP  # a key's or a value's, from 0 on
             head = tl.where(rest < 0, head // GROUP * (GROUP + 2) + head % GROUP, rest % G * (GROUP + 2) + GROUP + rest // G)
-            _send(qkv, head * D + row % D, _times_normed(tiles[i // R], x, norm_weight, eps, C), tag, row < end)
+            _send(qkv, head * D + row % D, _times(tiles[i // R], x) * factor, tag, row < end, GRID)
 
 
 @triton.jit
@@ -415,8 +434,11 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
             at = qkv + group * ((GROUP + 2) * D) + half
             q_at, k_at = at if N_ > 0 else at + head % GROUP * D, at + GROUP * D
             if GRID > 1:
-                x = tl.inline_asm_elementwise(_receive(_heads(QUERIES, D), 2, 1), _constraints(2 * QUERIES + 4, 2, 1), [q_at, k_at, tag, _small(tag), 0],
-                                              dtype=(tl.float32,) * (2 * QUERIES + 4), is_pure=False, pack=1)
+                x, turn = (tl.zeros([HALF], tl.float32),) * (2 * QUERIES + 4), 0
+                while turn < 1:  # as in _received
+                    x = tl.inline_asm_elementwise(_receive(_heads(QUERIES, D), 2, 1), _constraints(2 * QUERIES + 4, 2, 1), [q_at, k_at, tag, _small(tag), 0],
+                                                  dtype=(tl.float32,) * (2 * QUERIES + 4), is_pure=False, pack=1)
+                    turn += 1
             else:
                 x = ()
                 for j in tl.static_range(2 * QUERIES):
@@ -442,11 +464,6 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
                     new_va, new_vb = new_va * old + ua.to(tl.float32) * p, new_vb * old + ub.to(tl.float32) * p
                     mass, best = mass * old + p, better
                 new_va, new_vb = new_va / mass, new_vb / mass
-            write, place = half < tl.where(own, HALF, 0), position * D + half
-            tl.store(k + place, new_ka.to(k.dtype.element_ty), mask=write)
-            tl.store(k + place + HALF, new_kb.to(k.dtype.element_ty), mask=write)
-            tl.store(v + place, new_va.to(k.dtype.element_ty), mask=write)
-            tl.store(v + place + HALF, new_vb.to(k.dtype.element_ty), mask=write)
             new_score = tl.where(own, tl.sum(qa * new_ka + qb * new_kb, 0) * scale, float("-inf"))
 
             # a softmax for each place in the block, so that nothing crosses warps before the end
@@ -466,9 +483,14 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
             p = tl.exp(new_score - best)
             total, oa, ob = total + p, oa + p * new_va, ob + p * new_vb
             place = (split * H + head) * D + half
-            _send(part, place, oa / total, tag, half < HALF)
-            _send(part, place + HALF, ob / total, tag, half < HALF)
-            _send(lse, split * H + head + half, best + tl.log(total), tag, half < 1)
+            _send(part, place, oa / total, tag, half < HALF, GRID)
+            _send(part, place + HALF, ob / total, tag, half < HALF, GRID)
+            _send(lse, split * H + head + half, best + tl.log(total), tag, half < 1, GRID)
+            write, place = half < tl.where(own, HALF, 0), position * D + half
+            tl.store(k + place, new_ka.to(k.dtype.element_ty), mask=write)
+            tl.store(k + place + HALF, new_kb.to(k.dtype.element_ty), mask=write)
+            tl.store(v + place, new_va.to(k.dtype.element_ty), mask=write)
+            tl.store(v + place + HALF, new_vb.to(k.dtype.element_ty), mask=write)
 
 
 @triton.jit
@@ -524,7 +546,7 @@ def _add(tiles, weight, x, old, new, tag, N: tl.constexpr, K: tl.constexpr, R: t
         if i + HOLD * R < EACH:
             tiles = tiles + (_tile(weight, start + i + HOLD * R, end, K, R),)
         row = start + i + tl.arange(0, R)
-        _send(new, row, _number(old + row, row < end) + _times(tiles[i // R], x), tag, row < end)
+        _send(new, row, _number(old + row, row < end) + _times(tiles[i // R], x), tag, row < end, GRID)
 
 
 @triton.jit
@@ -534,16 +556,16 @@ def _gate_up(stream, norm, weight, hidden, eps, tag, I: tl.constexpr, C: tl.cons
     start = tl.program_id(0) * EACH
     end = tl.minimum(start + EACH, I)
     if start < I:
-        gate, up, norm_weight = (), (), _norm_weight(norm, C)
+        gate, up, norm_weight = (), (), _norm_weight(norm, C, GRID)
         for i in tl.static_range(0, EACH, R):
             if i < HOLD * R:
                 gate, up = gate + (_tile(weight, start + i, end, C, R),), up + (_tile(weight + I * C, start + i, end, C, R),)
-        x = _as_tiles(_received(stream, C, tag, THREADS, GRID), C)
+        x, factor = _weighted(stream, norm_weight, weight, eps, tag, C, THREADS, GRID)
         for i in tl.static_range(0, EACH, R):
             if i + HOLD * R < EACH:
                 gate, up = gate + (_tile(weight, start + i + HOLD * R, end, C, R),), up + (_tile(weight + I * C, start + i + HOLD * R, end, C, R),)
-            g, u, row = _times_normed(gate[i // R], x, norm_weight, eps, C), _times_normed(up[i // R], x, norm_weight, eps, C), start + i + tl.arange(0, R)
-            _send(hidden, row, g / (1 + tl.exp(-g)) * u, tag, row < end)
+            g, u, row = _times(gate[i // R], x) * factor, _times(up[i // R], x) * factor, start + i + tl.arange(0, R)
+            _send(hidden, row, g / (1 + tl.exp(-g)) * u, tag, row < end, GRID)
 
 
 @triton.jit(do_not_specialize=["token", "position", "first_tag", "n_layers", "max_len", "V"])
@@ -562,7 +584,7 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
         r = i + tl.arange(0, OWN)
         here = (r < EACH_C) & (me * EACH_C + r < C)
         x = tl.load(embed + tl.load(token) * C + me * EACH_C + r, mask=here, other=0.0)
-        _send(stream, me * EACH_C + r, x.to(tl.float32), first_tag, here)
+        _send(stream, me * EACH_C + r, x.to(tl.float32), first_tag, here, GRID)
     for m in range(n_layers):
         tag, row = first_tag + m, table + m * 8
         attn_norm, mlp_norm, q_norm, k_norm = _pointer(row, 0, last_norm, 16), _pointer(row, 5, last_norm, 16), _pointer(row, 2, last_norm, 16), _pointer(row, 3, last_norm, 16)
@@ -579,7 +601,7 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
             tl.debug_barrier()  # what this program has written, other threads of it read now: the residual stream, sources
         if me * EACH_C < C:
             tiles = _first_tiles(out, C, H * D, R_OUT, HOLD, GRID)
-            o = _as_tiles(_joined(part, lse, position, tag, H, D, BLOCK, SPLITS, THREADS, GRID), H * D)
+            o = _as_tiles(_rounded(_joined(part, lse, position, tag, H, D, BLOCK, SPLITS, THREADS, GRID), out), H * D)
             _add(tiles, out, o, stream, middle, tag, C, H * D, R_OUT, HOLD, GRID)
         _prefetch(next_weight, me * EACH_QKV, EACH_QKV, QKV, C, PREFETCH)
         _gate_up(middle, mlp_norm, gate_up, hidden, eps, tag, I, C, R_UP, HOLD, THREADS, GRID)
@@ -587,15 +609,15 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
             tl.debug_barrier()
         if me * EACH_C < C:
             tiles = _first_tiles(down, C, I, R_DOWN, HOLD, GRID)
-            h = _as_tiles(_received(hidden, I, tag, THREADS, GRID), I)
+            h = _as_tiles(_rounded(_received(hidden, I, tag, THREADS, GRID), down), I)
             _add(tiles, down, h, middle, stream, tag + 1, C, I, R_DOWN, HOLD, GRID)
     each = tl.cdiv(V, GRID)
     start, end = me * each, tl.minimum(me * each + each, V)
-    norm_weight, tile, next_tile = _norm_weight(last_norm, C), _tile(head, start, end, C, R_HEAD), _tile(head, start + R_HEAD, end, C, R_HEAD)
-    x = _as_tiles(_received(stream, C, first_tag + n_layers, THREADS, GRID), C)
-    for i in range(0, each, R_HEAD):
+    norm_weight, tile, next_tile = _norm_weight(last_norm, C, GRID), _tile(head, start, end, C, R_HEAD), _tile(head, start + R_HEAD, end, C, R_HEAD)
+    x, factor = _weighted(stream, norm_weight, head, eps, first_tag + n_layers, C, THREADS, GRID)
+    for i in tl.range(0, each, R_HEAD, num_stages=1):  # two tiles ahead in registers
         after, row = _tile(head, start + i + 2 * R_HEAD, end, C, R_HEAD), start + i + tl.arange(0, R_HEAD)
-        tl.store(logits + row, _times_normed(tile, x, norm_weight, eps, C), mask=row < end)
+        tl.store(logits + row, _times(tile, x) * factor, mask=row < end)
         tile, next_tile = next_tile, after
 
 
