@@ -458,11 +458,11 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
                 best, mass = tl.sum(mean_a * new_ka + mean_b * new_kb, 0), 1.0
                 for j in tl.static_range(N_):
                     index, a, b, ua, ub = read[j]
-                    score = tl.sum(mean_a * a.to(tl.float32) + mean_b * b.to(tl.float32), 0) + tl.where(index >= 0, 0.0, float("-inf"))
-                    better = tl.maximum(best, score)
-                    old, p = tl.exp(best - better), tl.exp(score - better)
-                    new_va, new_vb = new_va * old + ua.to(tl.float32) * p, new_vb * old + ub.to(tl.float32) * p
-                    mass, best = mass * old + p, better
+                    depth_score = tl.sum(mean_a * a.to(tl.float32) + mean_b * b.to(tl.float32), 0) + tl.where(index >= 0, 0.0, float("-inf"))
+                    better = tl.maximum(best, depth_score)
+                    less, e = tl.exp(best - better), tl.exp(depth_score - better)
+                    new_va, new_vb = new_va * less + ua.to(tl.float32) * e, new_vb * less + ub.to(tl.float32) * e
+                    mass, best = mass * less + e, better
                 new_va, new_vb = new_va / mass, new_vb / mass
             new_score = tl.where(own, tl.sum(qa * new_ka + qb * new_kb, 0) * scale, float("-inf"))
 
