@@ -331,6 +331,8 @@ def train(c, ranks):
         resumed = checkpoint.load(Path(c.out_dir) / "ckpt_last.pt") if c.init_from == "resume" else None
         changes = adopt(c, resumed["config"]) if resumed else []
         validate(c)
+        if resumed and resumed["step"] > c.max_iters and not c.eval_only:
+            raise ValueError(f"{c.out_dir} has made {resumed['step']} steps already, more than --max_iters={c.max_iters}; give that many or more to continue it.")
         c.global_batch_size = c.global_batch_size or c.batch_size * ranks.world_size
         micro_steps = accumulation_steps(c.global_batch_size, c.batch_size, ranks.world_size)
         folder = configurator.find(c.data_dir)

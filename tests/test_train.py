@@ -167,6 +167,10 @@ def test_case_24_other_settings_are_one_loud_line(finished, capsys):
     assert "OTHER SETTINGS than before: learning_rate 0.01 -> 0.001; seed 1337 -> 5." in capsys.readouterr().out
 
 
+def test_a_run_beyond_max_iters_is_not_resumed(finished, refused):
+    assert "2 steps already, more than --max_iters=1" in refused(train.main, [f"--out_dir={finished}", "--init_from=resume", "--max_iters=1"])
+
+
 def test_case_25_nothing_to_resume(tiny, tmp_path, refused):
     assert "no checkpoint" in refused(train.main, [*tiny, "--init_from=resume"])
     (tmp_path / "out").mkdir()
