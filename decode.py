@@ -393,11 +393,6 @@ def _halves(k, v, at, end, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _plus_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
 def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, scale, tag, H: tl.constexpr, G: tl.constexpr,
             GROUP: tl.constexpr, D: tl.constexpr, N_: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, BLOCK: tl.constexpr,
             SPLITS: tl.constexpr, GRID: tl.constexpr):
@@ -478,10 +473,10 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
                 oa, ob = oa * old[:, None] + p[:, None] * va.to(tl.float32), ob * old[:, None] + p[:, None] * vb.to(tl.float32)
                 top, ka, kb, va, vb = new_top, next_ka, next_kb, next_va, next_vb
             best = tl.maximum(tl.max(top, 0), new_score)
-            share = tl.exp(top - best)[:, None]
-            total, oa, ob = tl.reduce((tl.broadcast_to(total[:, None] * share, (BLOCK, HALF)), oa * share, ob * share), 0, _plus_three)
+            share = tl.exp(top - best)
+            oa, ob = tl.split(tl.sum(tl.join(oa * share[:, None], ob * share[:, None]), 0))  # one reduction for both
             p = tl.exp(new_score - best)
-            total, oa, ob = total + p, oa + p * new_va, ob + p * new_vb
+            total, oa, ob = tl.sum(total * share, 0) + p, oa + p * new_va, ob + p * new_vb
             place = (split * H + head) * D + half
             _send(part, place, oa / total, tag, half < HALF, GRID)
             _send(part, place + HALF, ob / total, tag, half < HALF, GRID)
@@ -527,18 +522,22 @@ def _joined(part, lse, position, tag, H: tl.constexpr, D: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _first_tiles(weight, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, HOLD: tl.constexpr, GRID: tl.constexpr):
+def _rows(weight, old, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, HOLD: tl.constexpr, GRID: tl.constexpr):
+    """The first tiles of this program's rows, and the numbers of `old`, which it has written itself, that they will be added to."""
     EACH: tl.constexpr = (N + GRID - 1) // GRID
-    start, tiles = tl.program_id(0) * EACH, ()
+    start, tiles, numbers = tl.program_id(0) * EACH, (), ()
+    end = tl.minimum(start + EACH, N)
     for i in tl.static_range(0, EACH, R):
+        row = start + i + tl.arange(0, R)
+        numbers = numbers + (_number(old + row, row < end),)
         if i < HOLD * R:
-            tiles = tiles + (_tile(weight, start + i, tl.minimum(start + EACH, N), K, R),)
-    return tiles
+            tiles = tiles + (_tile(weight, start + i, end, K, R),)
+    return tiles, numbers
 
 
 @triton.jit
-def _add(tiles, weight, x, old, new, tag, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, HOLD: tl.constexpr, GRID: tl.constexpr):
-    """new [N] = old + W x, this program's rows; the first tiles are read already, and `old` it has written itself."""
+def _add(tiles, weight, x, numbers, new, tag, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, HOLD: tl.constexpr, GRID: tl.constexpr):
+    """new [N] = old numbers + W x, this program's rows, of which `_rows` has read what it gives."""
     EACH: tl.constexpr = (N + GRID - 1) // GRID
     start = tl.program_id(0) * EACH
     end = tl.minimum(start + EACH, N)
@@ -546,7 +545,7 @@ def _add(tiles, weight, x, old, new, tag, N: tl.constexpr, K: tl.constexpr, R: t
         if i + HOLD * R < EACH:
             tiles = tiles + (_tile(weight, start + i + HOLD * R, end, K, R),)
         row = start + i + tl.arange(0, R)
-        _send(new, row, _number(old + row, row < end) + _times(tiles[i // R], x), tag, row < end, GRID)
+        _send(new, row, numbers[i // R] + _times(tiles[i // R], x), tag, row < end, GRID)
 
 
 @triton.jit
@@ -600,17 +599,17 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
         if GRID > 1:
             tl.debug_barrier()  # what this program has written, other threads of it read now: the residual stream, sources
         if me * EACH_C < C:
-            tiles = _first_tiles(out, C, H * D, R_OUT, HOLD, GRID)
+            tiles, numbers = _rows(out, stream, C, H * D, R_OUT, HOLD, GRID)
             o = _as_tiles(_rounded(_joined(part, lse, position, tag, H, D, BLOCK, SPLITS, THREADS, GRID), out), H * D)
-            _add(tiles, out, o, stream, middle, tag, C, H * D, R_OUT, HOLD, GRID)
+            _add(tiles, out, o, numbers, middle, tag, C, H * D, R_OUT, HOLD, GRID)
         _prefetch(next_weight, me * EACH_QKV, EACH_QKV, QKV, C, PREFETCH)
         _gate_up(middle, mlp_norm, gate_up, hidden, eps, tag, I, C, R_UP, HOLD, THREADS, GRID)
         if GRID > 1:
             tl.debug_barrier()
         if me * EACH_C < C:
-            tiles = _first_tiles(down, C, I, R_DOWN, HOLD, GRID)
+            tiles, numbers = _rows(down, middle, C, I, R_DOWN, HOLD, GRID)
             h = _as_tiles(_rounded(_received(hidden, I, tag, THREADS, GRID), down), I)
-            _add(tiles, down, h, middle, stream, tag + 1, C, I, R_DOWN, HOLD, GRID)
+            _add(tiles, down, h, numbers, stream, tag + 1, C, I, R_DOWN, HOLD, GRID)
     each = tl.cdiv(V, GRID)
     start, end = me * each, tl.minimum(me * each + each, V)
     norm_weight, tile, next_tile = _norm_weight(last_norm, C, GRID), _tile(head, start, end, C, R_HEAD), _tile(head, start + R_HEAD, end, C, R_HEAD)
