@@ -19,9 +19,10 @@ import kernels
 from kernels import _ceil_div, _finish, _pointer, _power_of_2
 from model import KVCache, window_start
 
-# Launch settings of _token_kernel, the best on an H200. tile: numbers of a weight matrix that a program holds at a time.
-SETTINGS = dict(warps=8, tile=16384, hold=3, prefetch=True)
-BLOCK = 64  # cached tokens that a program reads at a time
+# Launch settings of _token_kernel on an H200. tile: numbers of a weight matrix in a tile; hold: tiles of a matrix that are read before waiting;
+# block, splits: as BLOCK and SPLITS, which are those of the kernel in the recorded graph.
+SETTINGS = dict(warps=8, tile=16384, hold=3, prefetch=True, block=64, splits=8)
+BLOCK = 32  # cached tokens that a program reads at a time
 SPLITS = 8  # parts of the cache that different programs read, for each KV head
 SOURCES = 16  # most sources of Depth-Attention that a program holds at once
 LOOK = 16  # tokens between two looks at whether all rows have ended, which make the CPU wait for the GPU
@@ -638,7 +639,7 @@ class Token:
         n = max(map(len, candidates))
         self.sources = torch.tensor([s + [-1] * (n - len(s)) for s in candidates], dtype=torch.int32, device=device) if n else None
         self.cos, self.sin = model.cos, model.sin
-        splits = SPLITS if programs == 1 else max(1, min(SPLITS, programs // H))
+        splits = tune["splits"] if programs == 1 else max(1, min(tune["splits"], programs // H))  # a unit of attention for each program
         small = torch.int32 if cache.dtype == torch.bfloat16 else torch.int64
         sizes = dict(stream=c.n_embd, middle=c.n_embd, qkv=qkv, part=(splits, H, D), lse=(splits, H), hidden=c.n_inner)  # what programs send each other
         self.words = {name: torch.zeros(size, dtype=small if name in ("part", "hidden") else torch.int64, device=device) for name, size in sizes.items()}
@@ -648,7 +649,7 @@ class Token:
         wide = lambda k: _power_of_2(k) if k <= 256 else 256 * (_parts(k)[2] + _parts(k)[3])
         rows_of = lambda n, k, tiles=1: max(1, min(_power_of_2(_ceil_div(n, programs)), _power_of_2(tune["tile"] // (tiles * wide(k)) + 1) // 2))
         self.shapes = dict(
-            C=c.n_embd, H=H, G=G, I=c.n_inner, GROUP=H // G, D=D, N_=n, NORM=c.qk_norm == "head", NORM_LAST=c.k_norm_after_rope, BLOCK=BLOCK, SPLITS=splits,
+            C=c.n_embd, H=H, G=G, I=c.n_inner, GROUP=H // G, D=D, N_=n, NORM=c.qk_norm == "head", NORM_LAST=c.k_norm_after_rope, BLOCK=tune["block"], SPLITS=splits,
             R_QKV=rows_of(qkv, c.n_embd), R_OUT=rows_of(c.n_embd, H * D), R_UP=rows_of(c.n_inner, c.n_embd, 2), R_DOWN=rows_of(c.n_embd, c.n_inner),
             R_HEAD=max(1, tune["tile"] // wide(c.n_embd)), HOLD=tune["hold"], PREFETCH=tune["prefetch"] and programs > 1, THREADS=32 * tune["warps"], GRID=programs)
         self.options = dict(num_warps=tune["warps"], launch_cooperative_grid=True) if programs > 1 else {}  # cooperative: all programs run at once, or an error

@@ -16,6 +16,8 @@ def small(monkeypatch):
     """A few tokens fill a program's block, and the longest cache here takes two blocks of each split."""
     monkeypatch.setattr(decode, "BLOCK", 2)
     monkeypatch.setattr(decode, "SPLITS", 2)
+    for key in ("block", "splits"):
+        monkeypatch.setitem(decode.SETTINGS, key, 2)
 
 
 @torch.no_grad()
@@ -44,7 +46,7 @@ ONE_LAUNCH = [dict(n_loop=1), dict(n_loop=1, qk_norm="none", n_head=6), dict(dep
 
 
 @pytest.mark.parametrize("options", ONE_LAUNCH, ids=name)
-@pytest.mark.parametrize("prompt, tile", [(1, 1024), (7, 256)])
+@pytest.mark.parametrize("prompt, tile", [(1, 64), (7, 1024)])
 def test_all_layers_in_one_launch(options, prompt, tile, monkeypatch):
     """From the first cached token on and across the ends of blocks; a matrix is one tile, and several. The layer is run as several."""
     monkeypatch.setitem(decode.SETTINGS, "tile", tile)
