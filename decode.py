@@ -290,6 +290,17 @@ def _prefetch(weight, row, rows, N: tl.constexpr, K: tl.constexpr, ON: tl.conste
 
 
 @triton.jit
+def _prefetch_cache(m, cache, position, max_len, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, ON: tl.constexpr):
+    """Asks for the part of a layer's cache that this program will read, where that is more than the block that it reads before waiting."""
+    head, split = tl.program_id(0) % H, tl.program_id(0) // H
+    first, end, n = _part(position, split, BLOCK, SPLITS)
+    rows = tl.where((head % (H // G) == 0) & (split < n) & (end > first + BLOCK), end - first, 0)  # one for all heads that share it
+    k = cache + (m * (2 * G) + head // (H // G)).to(tl.int64) * max_len * D
+    _prefetch(k, first, rows, 2**30, D, ON)
+    _prefetch(k + max_len.to(tl.int64) * (G * D), first, rows, 2**30, D, ON)
+
+
+@triton.jit
 def _some(weight, row, end, K: tl.constexpr, R: tl.constexpr, FROM: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     r, part, col = tl.arange(0, R)[:, None, None], tl.arange(0, PARTS)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
     col = (part + FROM) * WIDTH + col
@@ -591,6 +602,7 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
         qkv_weight, out, gate_up, down = _pointer(row, 1, embed, 16), _pointer(row, 4, embed, 16), _pointer(row, 6, embed, 16), _pointer(row, 7, embed, 16)
         next_weight = _pointer(row, 9, embed, 16)  # the next layer's qkv, or the head
         _prefetch(out, me * EACH_C, EACH_C, C, H * D, PREFETCH)
+        _prefetch_cache(m, cache, position, max_len, H, G, D, BLOCK, SPLITS, PREFETCH)
         _prefetch(gate_up, me * EACH_I, EACH_I, I, C, PREFETCH)
         _project(stream, attn_norm, qkv_weight, qkv, eps, tag, QKV, C, G, GROUP, D, R_QKV, HOLD, THREADS, GRID)
         _prefetch(gate_up, me * EACH_I + I, EACH_I, 2 * I, C, PREFETCH)
@@ -656,7 +668,7 @@ class Token:
         self.eps, self.layers, self.max_len, self.vocab_size = c.norm_eps, M, cache.shape[4], c.vocab_size
 
     def __call__(self, token, position):
-        if position <= self.last or self.tag > 2**30:  # a split that was not read for long has old tags, and those of 4 bytes come again
+        if position < self.last or self.tag > 2**30:  # a split that was not read for long has old tags, and those of 4 bytes come again
             for words in self.words.values():
                 words.zero_()
             self.tag %= 2**30
