@@ -77,7 +77,7 @@ new_tokens = 0  # tokens to generate; 0 = 256 on CUDA, 16 elsewhere
 world_size = 8  # GPUs
 gpu = "H100"  # their name
 mfu = 0.5  # fraction of their peak that is reached
-zero1 = False  # optimizer state spread over the GPUs
+zero1 = False  # optimizer state spread over the GPUs; not given: as the config file says
 train_tokens = 0  # tokens of the run; 0 = what the config file trains on
 
 TABLES = ("kernels", "decode", "profile", "plan")
@@ -985,21 +985,22 @@ def planning(c, device, _):
     """Memory at its peak by kind, and what follows from it, for each method; returns (title, rows, notes, errors). See plan.py."""
     name, file, fields, batch = read_shape(c, device)
     recipe = read_config(file) if file else {}
+    zero1, grad_checkpoint = (getattr(c, option) if option in c.given else recipe.get(option, False) for option in ("zero1", "grad_checkpoint"))
     batch = c.batch_size or recipe.get("batch_size") or batch
     sequences = max(recipe.get("global_batch_size", 0), batch * c.world_size)
-    run = dict(world_size=c.world_size, micro_steps=max(1, sequences // (batch * c.world_size)), zero1=c.zero1)
+    run = dict(world_size=c.world_size, micro_steps=max(1, sequences // (batch * c.world_size)), zero1=zero1)
     peak = peak_flops(c.gpu, "bfloat16")
     tokens = c.train_tokens or recipe.get("max_iters", 0) * sequences * fields["block_size"]
     columns, notes = {}, []
     for label, config in list_methods(c, name, file, fields):
         model = plan_memory.skeleton(config)
-        columns[label] = plan_memory.peak_memory(model, batch, grad_checkpoint=c.grad_checkpoint, **run)
-        notes += [f"{label}: {text}" for text in plan_memory.sentences(model, batch, peak, c.mfu, tokens, c.grad_checkpoint, **run)]
+        columns[label] = plan_memory.peak_memory(model, batch, grad_checkpoint=grad_checkpoint, **run)
+        notes += [f"{label}: {text}" for text in plan_memory.sentences(model, batch, peak, c.mfu, tokens, grad_checkpoint, **run)]
     kinds = dict.fromkeys(kind for column in columns.values() for kind in column)
     rows = [{"memory": kind} | {f"{label} GB": column.get(kind, 0) / 1e9 for label, column in columns.items()} for kind in kinds]
     rows.append({"memory": "peak"} | {f"{label} GB": sum(column.values()) / 1e9 for label, column in columns.items()})
     title = (f"Plan of {name}: {c.world_size} x {c.gpu}, each {run['micro_steps']} micro-batches of {batch} x {fields['block_size']} tokens a step, bfloat16"
-             f"{', optimizer state spread (zero1)' * c.zero1}{', layers recomputed (grad_checkpoint)' * c.grad_checkpoint}")
+             f"{', optimizer state spread (zero1)' * zero1}{', layers recomputed (grad_checkpoint)' * grad_checkpoint}")
     return title, rows, notes, []
 
 

@@ -102,7 +102,8 @@ def peak_memory(model, batch_size, world_size=1, micro_steps=1, zero1=False, gra
     Bytes on each GPU when most are in use, by kind; their sum is the peak. micro_steps: micro-batches a step (gradient accumulation).
 
     Three moments can be the highest: the end of the forward pass, in the head; the beginning of the backward pass; its end, when all gradients are
-    there. With several GPUs (whose gradients are views of DDP's buckets) or several micro-steps, the gradients are there all the time.
+    there. With several GPUs (whose gradients are views of DDP's buckets) or several micro-steps, the gradients are there all the time; with both,
+    they are there twice, since DDP brings what it has not synchronised yet into its buckets only in the last micro-step.
     """
     c, tokens, n, head = model.config, batch_size * model.config.block_size, model.num_params(), model.head_weight.numel()
     saved = activations(model, tokens, grad_checkpoint)
@@ -111,7 +112,7 @@ def peak_memory(model, batch_size, world_size=1, micro_steps=1, zero1=False, gra
     held = {"parameters": 4 * n, "AdamW's moments": 8 * n // (world_size if zero1 else 1)}
     keeps_gradients = world_size > 1 or micro_steps > 1
     if keeps_gradients:
-        held["gradients"] = 4 * n
+        held["gradients"] = 4 * n * (2 if world_size > 1 and micro_steps > 1 else 1)
     passing = {"gradients of activations": 2 * tokens * 3 * (c.n_inner + c.n_embd) + tokens * reader_gradients(model)}
     forward = {kind: size for kind, size in saved.items() if kind != "one layer, computed again"}
     forward |= {"weights in bfloat16": casts + 2 * head, "logits": 2 * rows * c.vocab_size, "gradient of the head": (4 + 2) * head}

@@ -272,8 +272,7 @@ def save(c, ranks, model, optimizer, scaler, step, best_val_loss, data, best):
     Writes ckpt_last.pt, and if it is time ckpt_best.pt and a numbered one. Called by all ranks. Raises CheckpointError, also for weights
     that are not finite: these are never saved.
     """
-    if hasattr(optimizer, "consolidate_state_dict"):  # --zero1
-        optimizer.consolidate_state_dict(to=0)
+    optimizer_state = ranks.optimizer_state(optimizer)
 
     def write():
         bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
@@ -281,7 +280,7 @@ def save(c, ranks, model, optimizer, scaler, step, best_val_loss, data, best):
             raise checkpoint.CheckpointError(f"step {step}: {bad[0]} is not finite any more ({len(bad)} parameters are not); nothing was saved, "
                                              f"{last_good(c)}.")
         rng = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(ranks.device) if ranks.device.type == "cuda" else None}
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "step": step,
+        state = {"model": model.state_dict(), "optimizer": optimizer_state, "scaler": scaler.state_dict(), "step": step,
                  "best_val_loss": best_val_loss, "config": c.as_dict(), "rng": rng, "data": data}
         folder = Path(c.out_dir)
         # The best one first: if the run dies in between, the last one is older and the evaluation that found the best is made again.

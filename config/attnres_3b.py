@@ -27,6 +27,7 @@ attnres_recency_bias_init = 3.0
 data_dir = "data/smallpile"
 batch_size = 2
 global_batch_size = 1024
+zero1 = True  # with the optimizer's state spread over 8 GPUs, these micro-batches fit into 80 GB
 max_iters = 12500
 learning_rate = 1e-3
 min_lr = 1e-4
@@ -39,4 +40,4 @@ seed = 42
 
 eval_interval = 500
 eval_tokens = 10_485_760
-save_interval = 100
+save_interval = 250

@@ -25,6 +25,7 @@ depth_stride = 24  # half of the layers, as in its 3B config: layers 0 and 24 ar
 data_dir = "data/smallpile"
 batch_size = 4
 global_batch_size = 1024
+zero1 = True  # with the optimizer's state spread over 8 GPUs, these micro-batches fit into 80 GB
 max_iters = 12500
 learning_rate = 1e-3
 min_lr = 1e-4
@@ -37,4 +38,4 @@ seed = 42
 
 eval_interval = 500
 eval_tokens = 10_485_760
-save_interval = 100
+save_interval = 250

@@ -22,11 +22,12 @@ mhc_sinkhorn_iters = 20
 mhc_alpha_init = 0.01
 
 # recipe: the 3B yaml files (1024 sequences of 2048 a step, AdamW 0.9/0.95, decay 0.1, 1e-3 to 10 % along a cosine, warm-up 2 %, clipping at 1,
-# seed 42), 4 sequences a device and micro-step. They run one epoch of smallpile, whose size they do not say; at the about 26B tokens that the
+# seed 42), 4 sequences a device and micro-step (2 here). They run one epoch of smallpile, whose size they do not say; at the about 26B tokens that the
 # same group's sister project reads of it, that is 12,500 steps.
 data_dir = "data/smallpile"
-batch_size = 4
+batch_size = 2
 global_batch_size = 1024
+zero1 = True  # with the optimizer's state spread over 8 GPUs, these micro-batches fit into 80 GB
 max_iters = 12500
 learning_rate = 1e-3
 min_lr = 1e-4
@@ -39,4 +40,4 @@ seed = 42
 
 eval_interval = 500
 eval_tokens = 10_485_760
-save_interval = 100
+save_interval = 250
