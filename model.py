@@ -102,13 +102,17 @@ class GPTConfig:
 use_kernels = True  # False keeps the definitions below in force on CUDA as well (bench.py compares the two)
 
 
-@lru_cache
+_loaded = {}  # a dict and not lru_cache, which torch.compile warns of where it traces `fused`
+
+
 def _load_kernels():
-    try:
-        import kernels
-    except ImportError:
-        return None
-    return kernels
+    if "kernels" not in _loaded:
+        try:
+            import kernels
+        except ImportError:
+            kernels = None
+        _loaded["kernels"] = kernels
+    return _loaded["kernels"]
 
 
 def fused(x):
@@ -481,7 +485,7 @@ class Residual(nn.Module):
     `site` is the connector's own module for this sub-layer, sites[2*layer] for attention and sites[2*layer + 1] for the MLP, or None.
     The state here is (x, u, memory): u is the last sub-layer's output, not yet added, so that adding and norming are one pass.
     """
-    compiles = True  # False where the state grows with depth: torch.compile would make a version of read and write for every length
+    compiles = False  # True where read and write have elementwise work without a kernel, and a state that keeps its form over the depth
 
     def __init__(self, config):
         super().__init__()
@@ -518,7 +522,6 @@ class DenseFormer(Residual):
 
     The last coefficient belongs to X_t. They start as 0, ..., 0, 1: the plain Transformer. One row a virtual depth, packed in `alpha`.
     """
-    compiles = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -565,7 +568,6 @@ class AttnRes(Residual):
     the running sum of the current block. Block size 1 is full AttnRes.
     The state is (x, sources, c): x the stream or running sum (None at the start of a block), c the sub-layers since the last commit.
     """
-    compiles = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -646,6 +648,7 @@ class MHC(Residual):
     with maps of the token's own streams (see HyperConnection); `res` is made doubly stochastic by Sinkhorn. The streams start as copies of
     the embedding and are read out by a learned softmax. The state is the list of streams: n tensors [B,T,C].
     """
+    compiles = True
 
     def __init__(self, config):
         super().__init__(config)
