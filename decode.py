@@ -19,7 +19,7 @@ import kernels
 from kernels import _ceil_div, _finish, _pointer, _power_of_2
 from model import KVCache, window_start
 
-# Launch settings of _token_kernel on an H200. tile: numbers of a weight matrix in a tile; hold: tiles of a matrix that are read before waiting;
+# Launch settings of _token_kernel on an H200. tile: numbers of a weight matrix in a tile; hold: tiles of that size that are read before waiting;
 # block, splits: as BLOCK and SPLITS, which are those of the kernel in the recorded graph.
 SETTINGS = dict(warps=8, tile=16384, hold=3, prefetch=True, block=64, splits=8)
 BLOCK = 32  # cached tokens that a program reads at a time
@@ -583,8 +583,8 @@ def _gate_up(stream, norm, weight, hidden, eps, tag, I: tl.constexpr, C: tl.cons
 def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, head, cos, sin, cache, max_len, stream, middle, qkv, part, lse, hidden, logits, last_norm, eps, V,
                   C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, N_: tl.constexpr,
                   NORM: tl.constexpr, NORM_LAST: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, R_QKV: tl.constexpr, R_OUT: tl.constexpr,
-                  R_UP: tl.constexpr, R_DOWN: tl.constexpr, R_HEAD: tl.constexpr, HOLD: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr,
-                  GRID: tl.constexpr):
+                  R_UP: tl.constexpr, R_DOWN: tl.constexpr, R_HEAD: tl.constexpr, HOLD_QKV: tl.constexpr, HOLD_OUT: tl.constexpr, HOLD_UP: tl.constexpr,
+                  HOLD_DOWN: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
     QKV: tl.constexpr = (H + 2 * G) * D
     EACH_QKV: tl.constexpr = (QKV + GRID - 1) // GRID
     EACH_C: tl.constexpr = (C + GRID - 1) // GRID
@@ -604,7 +604,7 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
         _prefetch(out, me * EACH_C, EACH_C, C, H * D, PREFETCH)
         _prefetch_cache(m, cache, position, max_len, H, G, D, BLOCK, SPLITS, PREFETCH)
         _prefetch(gate_up, me * EACH_I, EACH_I, I, C, PREFETCH)
-        _project(stream, attn_norm, qkv_weight, qkv, eps, tag, QKV, C, G, GROUP, D, R_QKV, HOLD, THREADS, GRID)
+        _project(stream, attn_norm, qkv_weight, qkv, eps, tag, QKV, C, G, GROUP, D, R_QKV, HOLD_QKV, THREADS, GRID)
         _prefetch(gate_up, me * EACH_I + I, EACH_I, 2 * I, C, PREFETCH)
         _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, D ** -0.5, tag, H, G, GROUP, D, N_, NORM, NORM_LAST,
                 BLOCK, SPLITS, GRID)
@@ -612,17 +612,17 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
         if GRID > 1:
             tl.debug_barrier()  # what this program has written, other threads of it read now: the residual stream, sources
         if me * EACH_C < C:
-            tiles, numbers = _rows(out, stream, C, H * D, R_OUT, HOLD, GRID)
+            tiles, numbers = _rows(out, stream, C, H * D, R_OUT, HOLD_OUT, GRID)
             o = _as_tiles(_rounded(_joined(part, lse, position, tag, H, D, BLOCK, SPLITS, THREADS, GRID), out), H * D)
-            _add(tiles, out, o, numbers, middle, tag, C, H * D, R_OUT, HOLD, GRID)
+            _add(tiles, out, o, numbers, middle, tag, C, H * D, R_OUT, HOLD_OUT, GRID)
         _prefetch(next_weight, me * EACH_QKV, EACH_QKV, QKV, C, PREFETCH)
-        _gate_up(middle, mlp_norm, gate_up, hidden, eps, tag, I, C, R_UP, HOLD, THREADS, GRID)
+        _gate_up(middle, mlp_norm, gate_up, hidden, eps, tag, I, C, R_UP, HOLD_UP, THREADS, GRID)
         if GRID > 1:
             tl.debug_barrier()
         if me * EACH_C < C:
-            tiles, numbers = _rows(down, middle, C, I, R_DOWN, HOLD, GRID)
+            tiles, numbers = _rows(down, middle, C, I, R_DOWN, HOLD_DOWN, GRID)
             h = _as_tiles(_rounded(_received(hidden, I, tag, THREADS, GRID), down), I)
-            _add(tiles, down, h, numbers, stream, tag + 1, C, I, R_DOWN, HOLD, GRID)
+            _add(tiles, down, h, numbers, stream, tag + 1, C, I, R_DOWN, HOLD_DOWN, GRID)
     each = tl.cdiv(V, GRID)
     start, end = me * each, tl.minimum(me * each + each, V)
     norm_weight, tile, next_tile = _norm_weight(last_norm, C, GRID), _tile(head, start, end, C, R_HEAD), _tile(head, start + R_HEAD, end, C, R_HEAD)
@@ -659,11 +659,14 @@ class Token:
         self.tag, self.last = 1, -1
 
         wide = lambda k: _power_of_2(k) if k <= 256 else 256 * (_parts(k)[2] + _parts(k)[3])
-        rows_of = lambda n, k, tiles=1: max(1, min(_power_of_2(_ceil_div(n, programs)), _power_of_2(tune["tile"] // (tiles * wide(k)) + 1) // 2))
+        # rows of a matrix in a tile, one for each warp where the program has as many; and its tiles that are held at once
+        rows_of = lambda n, k, tiles: max(1, min(_power_of_2(_ceil_div(n, programs)), max(tune["warps"], _power_of_2(tune["tile"] // (tiles * wide(k)) + 1) // 2)))
+        matrices = dict(QKV=(qkv, c.n_embd, 1), OUT=(c.n_embd, H * D, 1), UP=(c.n_inner, c.n_embd, 2), DOWN=(c.n_embd, c.n_inner, 1))
+        tiles = {f"R_{name}": rows_of(*shape) for name, shape in matrices.items()}
+        tiles |= {f"HOLD_{name}": max(1, tune["hold"] * tune["tile"] // (tiles[f"R_{name}"] * wide(k) * n)) for name, (_, k, n) in matrices.items()}
         self.shapes = dict(
             C=c.n_embd, H=H, G=G, I=c.n_inner, GROUP=H // G, D=D, N_=n, NORM=c.qk_norm == "head", NORM_LAST=c.k_norm_after_rope, BLOCK=tune["block"], SPLITS=splits,
-            R_QKV=rows_of(qkv, c.n_embd), R_OUT=rows_of(c.n_embd, H * D), R_UP=rows_of(c.n_inner, c.n_embd, 2), R_DOWN=rows_of(c.n_embd, c.n_inner),
-            R_HEAD=max(1, tune["tile"] // wide(c.n_embd)), HOLD=tune["hold"], PREFETCH=tune["prefetch"] and programs > 1, THREADS=32 * tune["warps"], GRID=programs)
+            R_HEAD=_power_of_2(tune["tile"] // wide(c.n_embd) + 1) // 2 or 1, **tiles, PREFETCH=tune["prefetch"] and programs > 1, THREADS=32 * tune["warps"], GRID=programs)
         self.options = dict(num_warps=tune["warps"], launch_cooperative_grid=True) if programs > 1 else {}  # cooperative: all programs run at once, or an error
         self.eps, self.layers, self.max_len, self.vocab_size = c.norm_eps, M, cache.shape[4], c.vocab_size
 

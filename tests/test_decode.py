@@ -45,11 +45,12 @@ ONE_LAUNCH = [dict(n_loop=1), dict(n_loop=1, qk_norm="none", n_head=6), dict(dep
               dict(n_kv_head=1, depth="depth_attention", depth_stride=1), dict(n_kv_head=4, n_inner=17, head_dim=2, tie_embeddings=True)]
 
 
-@pytest.mark.parametrize("options", ONE_LAUNCH, ids=name)
-@pytest.mark.parametrize("prompt, tile", [(1, 64), (7, 1024)])
+@pytest.mark.parametrize("options, prompt, tile", [*((options, 7, 1024) for options in ONE_LAUNCH), (ONE_LAUNCH[1], 1, 64)],
+                         ids=lambda value: name(value) if isinstance(value, dict) else str(value))
 def test_all_layers_in_one_launch(options, prompt, tile, monkeypatch):
     """From the first cached token on and across the ends of blocks; a matrix is one tile, and several. The layer is run as several."""
     monkeypatch.setitem(decode.SETTINGS, "tile", tile)
+    monkeypatch.setitem(decode.SETTINGS, "warps", 2)
     model = tiny(dtype=torch.float32, **dict(n_layer=1, n_loop=3, head_dim=4) | options)
     assert compare(model, tokens(model, batch=1, length=prompt + 1 + (prompt == 1)), prompt).launch
 
