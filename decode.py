@@ -656,7 +656,7 @@ class Token:
         sizes = dict(stream=c.n_embd, middle=c.n_embd, qkv=qkv, part=(splits, H, D), lse=(splits, H), hidden=c.n_inner)  # what programs send each other
         self.words = {name: torch.zeros(size, dtype=small if name in ("part", "hidden") else torch.int64, device=device) for name, size in sizes.items()}
         self.logits = torch.empty(1, c.vocab_size, dtype=torch.float32, device=device)
-        self.tag, self.last = 1, -1
+        self.tag, self.last, self.each = 1, -1, 0  # of the next token, and of the last one its position and the blocks of a split
 
         wide = lambda k: _power_of_2(k) if k <= 256 else 256 * (_parts(k)[2] + _parts(k)[3])
         # rows of a matrix in a tile, one for each warp where the program has as many; and its tiles that are held at once
@@ -671,13 +671,14 @@ class Token:
         self.eps, self.layers, self.max_len, self.vocab_size = c.norm_eps, M, cache.shape[4], c.vocab_size
 
     def __call__(self, token, position):
-        if position < self.last or self.tag > 2**30:  # a split that was not read for long has old tags, and those of 4 bytes come again
+        each = _ceil_div(position, self.shapes["BLOCK"] * self.shapes["SPLITS"])  # blocks of a split
+        if position < self.last or each != self.each or self.tag > 2**30:  # fewer splits now: the rest keep old tags, and those of 4 bytes come again
             for words in self.words.values():
                 words.zero_()
             self.tag %= 2**30
         _token_kernel[(self.programs,)](token, position, self.tag, self.table, self.sources, self.layers, self.embed, self.head, self.cos, self.sin, self.cache, self.max_len,
                                         **self.words, logits=self.logits, last_norm=self.norm, eps=self.eps, V=self.vocab_size, **self.shapes, **self.options)
-        self.last, self.tag = position, self.tag + self.layers + 1
+        self.last, self.each, self.tag = position, each, self.tag + self.layers + 1
         return self.logits
 
 
