@@ -366,14 +366,14 @@ def _rounded(x, like):
 
 
 @triton.jit
-def _weighted(stream, norm_weight, like, eps, tag, C: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
+def _weighted(outer, norm_weight, like, eps, tag, C: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
     """The residual stream times the norm's weights, as tiles, and the factor that is missing to RMSNorm."""
-    x = _received(stream, C, tag, THREADS, GRID)
+    x = _received(outer, C, tag, THREADS, GRID)
     return _as_tiles(_rounded(x * norm_weight, like), C), tl.rsqrt(tl.sum(tl.sum(x * x, 0), 0) / C + eps)
 
 
 @triton.jit
-def _project(stream, norm, weight, qkv, eps, tag, N: tl.constexpr, C: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+def _project(outer, norm, weight, qkv, eps, tag, N: tl.constexpr, C: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
              R: tl.constexpr, HOLD: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
     """qkv = W norm(x), written as [G, GROUP queries, a key and a value, D]."""
     EACH: tl.constexpr = (N + GRID - 1) // GRID
@@ -384,7 +384,7 @@ def _project(stream, norm, weight, qkv, eps, tag, N: tl.constexpr, C: tl.constex
         for i in tl.static_range(0, EACH, R):
             if i < HOLD * R:
                 tiles = tiles + (_tile(weight, start + i, end, C, R),)
-        x, factor = _weighted(stream, norm_weight, weight, eps, tag, C, THREADS, GRID)
+        x, factor = _weighted(outer, norm_weight, weight, eps, tag, C, THREADS, GRID)
         for i in tl.static_range(0, EACH, R):
             if i + HOLD * R < EACH:
                 tiles = tiles + (_tile(weight, start + i + HOLD * R, end, C, R),)
@@ -561,7 +561,7 @@ def _add(tiles, weight, x, numbers, new, tag, N: tl.constexpr, K: tl.constexpr, 
 
 
 @triton.jit
-def _gate_up(stream, norm, weight, hidden, eps, tag, I: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HOLD: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
+def _gate_up(outer, norm, weight, hidden, eps, tag, I: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HOLD: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
     """hidden [I] = silu(gate) up of the MLP's input norm(x)."""
     EACH: tl.constexpr = (I + GRID - 1) // GRID
     start = tl.program_id(0) * EACH
@@ -571,7 +571,7 @@ def _gate_up(stream, norm, weight, hidden, eps, tag, I: tl.constexpr, C: tl.cons
         for i in tl.static_range(0, EACH, R):
             if i < HOLD * R:
                 gate, up = gate + (_tile(weight, start + i, end, C, R),), up + (_tile(weight + I * C, start + i, end, C, R),)
-        x, factor = _weighted(stream, norm_weight, weight, eps, tag, C, THREADS, GRID)
+        x, factor = _weighted(outer, norm_weight, weight, eps, tag, C, THREADS, GRID)
         for i in tl.static_range(0, EACH, R):
             if i + HOLD * R < EACH:
                 gate, up = gate + (_tile(weight, start + i + HOLD * R, end, C, R),), up + (_tile(weight + I * C, start + i + HOLD * R, end, C, R),)
@@ -580,7 +580,7 @@ def _gate_up(stream, norm, weight, hidden, eps, tag, I: tl.constexpr, C: tl.cons
 
 
 @triton.jit(do_not_specialize=["token", "position", "first_tag", "n_layers", "max_len", "V"])
-def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, head, cos, sin, cache, max_len, stream, middle, qkv, part, lse, hidden, logits, last_norm, eps, V,
+def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, head, cos, sin, cache, max_len, outer, middle, qkv, part, lse, hidden, logits, last_norm, eps, V,
                   C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, I: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, N_: tl.constexpr,
                   NORM: tl.constexpr, NORM_LAST: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, R_QKV: tl.constexpr, R_OUT: tl.constexpr,
                   R_UP: tl.constexpr, R_DOWN: tl.constexpr, R_HEAD: tl.constexpr, HOLD_QKV: tl.constexpr, HOLD_OUT: tl.constexpr, HOLD_UP: tl.constexpr,
@@ -595,7 +595,7 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
         r = i + tl.arange(0, OWN)
         here = (r < EACH_C) & (me * EACH_C + r < C)
         x = tl.load(embed + tl.load(token) * C + me * EACH_C + r, mask=here, other=0.0)
-        _send(stream, me * EACH_C + r, x.to(tl.float32), first_tag, here, GRID)
+        _send(outer, me * EACH_C + r, x.to(tl.float32), first_tag, here, GRID)
     for m in range(n_layers):
         tag, row = first_tag + m, table + m * 8
         attn_norm, mlp_norm, q_norm, k_norm = _pointer(row, 0, last_norm, 16), _pointer(row, 5, last_norm, 16), _pointer(row, 2, last_norm, 16), _pointer(row, 3, last_norm, 16)
@@ -604,15 +604,15 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
         _prefetch(out, me * EACH_C, EACH_C, C, H * D, PREFETCH)
         _prefetch_cache(m, cache, position, max_len, H, G, D, BLOCK, SPLITS, PREFETCH)
         _prefetch(gate_up, me * EACH_I, EACH_I, I, C, PREFETCH)
-        _project(stream, attn_norm, qkv_weight, qkv, eps, tag, QKV, C, G, GROUP, D, R_QKV, HOLD_QKV, THREADS, GRID)
+        _project(outer, attn_norm, qkv_weight, qkv, eps, tag, QKV, C, G, GROUP, D, R_QKV, HOLD_QKV, THREADS, GRID)
         _prefetch(gate_up, me * EACH_I + I, EACH_I, 2 * I, C, PREFETCH)
         _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, D ** -0.5, tag, H, G, GROUP, D, N_, NORM, NORM_LAST,
                 BLOCK, SPLITS, GRID)
         _prefetch(down, me * EACH_C, EACH_C, C, I, PREFETCH)
         if GRID > 1:
-            tl.debug_barrier()  # what this program has written, other threads of it read now: the residual stream, sources
+            tl.debug_barrier()  # what this program has written, other threads of it read now: the residual outer, sources
         if me * EACH_C < C:
-            tiles, numbers = _rows(out, stream, C, H * D, R_OUT, HOLD_OUT, GRID)
+            tiles, numbers = _rows(out, outer, C, H * D, R_OUT, HOLD_OUT, GRID)
             o = _as_tiles(_rounded(_joined(part, lse, position, tag, H, D, BLOCK, SPLITS, THREADS, GRID), out), H * D)
             _add(tiles, out, o, numbers, middle, tag, C, H * D, R_OUT, HOLD_OUT, GRID)
         _prefetch(next_weight, me * EACH_QKV, EACH_QKV, QKV, C, PREFETCH)
@@ -622,11 +622,11 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
         if me * EACH_C < C:
             tiles, numbers = _rows(down, middle, C, I, R_DOWN, HOLD_DOWN, GRID)
             h = _as_tiles(_rounded(_received(hidden, I, tag, THREADS, GRID), down), I)
-            _add(tiles, down, h, numbers, stream, tag + 1, C, I, R_DOWN, HOLD_DOWN, GRID)
+            _add(tiles, down, h, numbers, outer, tag + 1, C, I, R_DOWN, HOLD_DOWN, GRID)
     each = tl.cdiv(V, GRID)
     start, end = me * each, tl.minimum(me * each + each, V)
     norm_weight, tile, next_tile = _norm_weight(last_norm, C, GRID), _tile(head, start, end, C, R_HEAD), _tile(head, start + R_HEAD, end, C, R_HEAD)
-    x, factor = _weighted(stream, norm_weight, head, eps, first_tag + n_layers, C, THREADS, GRID)
+    x, factor = _weighted(outer, norm_weight, head, eps, first_tag + n_layers, C, THREADS, GRID)
     for i in tl.range(0, each, R_HEAD, num_stages=1):  # two tiles ahead in registers
         after, row = _tile(head, start + i + 2 * R_HEAD, end, C, R_HEAD), start + i + tl.arange(0, R_HEAD)
         tl.store(logits + row, _times(tile, x) * factor, mask=row < end)
@@ -653,7 +653,7 @@ class Token:
         self.cos, self.sin = model.cos, model.sin
         splits = tune["splits"] if programs == 1 else max(1, min(tune["splits"], programs // H))  # a unit of attention for each program
         small = torch.int32 if cache.dtype == torch.bfloat16 else torch.int64
-        sizes = dict(stream=c.n_embd, middle=c.n_embd, qkv=qkv, part=(splits, H, D), lse=(splits, H), hidden=c.n_inner)  # what programs send each other
+        sizes = dict(outer=c.n_embd, middle=c.n_embd, qkv=qkv, part=(splits, H, D), lse=(splits, H), hidden=c.n_inner)  # what programs send each other
         self.words = {name: torch.zeros(size, dtype=small if name in ("part", "hidden") else torch.int64, device=device) for name, size in sizes.items()}
         self.logits = torch.empty(1, c.vocab_size, dtype=torch.float32, device=device)
         self.tag, self.last, self.each = 1, -1, 0  # of the next token, and of the last one its position and the blocks of a split
