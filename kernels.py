@@ -618,7 +618,7 @@ def _heads_backward(q: Tensor, k: Tensor, v: Tensor, q_weight: Optional[Tensor],
                     filled: list[int], launch: bool) -> tuple[Tensor, Tensor]:
     """Gradient of q | k | v [B, T, H + 2G, D] and of the two norms' weights [2, D]; the sources' gradients are stored in grad_k and grad_v,
     or added there where `filled`. dq and dk are None without cos."""
-    name = "heads_backward_mix" if source_k else "heads_backward"
+    name = "heads_backward_mix" if source_k and cos is not None else "heads_backward"
     B, H, T, D, G, tiles, shapes = _heads_shapes(q, k, name)
     *_, programs, registers = SETTINGS[name]
     programs = min(tiles * B, _multiprocessors(q.device) * programs)

@@ -156,7 +156,7 @@ def test_depth_mix_without_sources_is_the_value():
 
 def test_depth_mix_with_stacked_sources_and_other_strides(monkeypatch):
     monkeypatch.setitem(kernels.SETTINGS, "heads_forward", (1, 1))
-    monkeypatch.setitem(kernels.SETTINGS, "heads_backward_mix", (1, 1, 1, None))  # four rows a tile, and more tiles than programs
+    monkeypatch.setitem(kernels.SETTINGS, "heads_backward", (1, 1, 1, None))  # four rows a tile, and more tiles than programs
     B, H, G, T, D, N = 2, 4, 2, 5, 12, 3
     leaves = [leaf(B, H, T, D), leaf(B, G, D, T), leaf(B, T, G, 2 * D), leaf(N, B, G, T, D), leaf(N, B, T, G, D)]
 
