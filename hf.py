@@ -5,11 +5,13 @@
 
 Read and written are Qwen3, Llama, and the folders of the Depth-Attention reference (arXiv 2606.05014), which say `model_type:
 llama` and choose a method with fields of their own. `key_map` is the one table of names; import, export and the tests go
-through it. What a folder asks for and this model does not have is an error that names the field or the keys, never ignored.
+through it. A folder has to hold exactly the tensors of this model, by name and shape, and no field of config.json may ask for another
+computation: an error names the keys or the field otherwise. Fields that are neither read nor listed in ONLY or SCORES are ignored.
 """
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -37,7 +39,13 @@ REFERENCE_FIELDS = ("use_depth_attention", "baseline_mode", "residual_baseline",
                     "depth_recent_window", "use_qk_norm")
 # Fields that change what a Llama or Qwen3 computes, with the values that mean "as here".
 ONLY = {"hidden_act": ("silu", "swish"), "attention_bias": (False, None), "mlp_bias": (False, None), "attention_dropout": (0, None),
-        "scale_embeds": (False, None), "no_residual": (False, None), "partial_rotary_factor": (1, None), "quantization_config": (None,)}
+        "scale_embeds": (False, None), "no_residual": (False, None), "partial_rotary_factor": (1, None), "quantization_config": (None,),
+        # of Granite, Cohere, Gemma, MiniCPM and OLMo, which are Llama's layers and tensors with other factors and limits
+        "residual_multiplier": (1, None), "embedding_multiplier": (1, None), "logits_scaling": (1, None), "logit_scale": (1, None),
+        "scale_emb": (1, None), "scale_depth": (None,), "dim_model_base": (None,), "final_logit_softcapping": (None,),
+        "attn_logit_softcapping": (None,), "clip_qkv": (None,)}
+# Fields that set the factor of the attention scores, as functions of head_dim that give the value of 1/sqrt(head_dim).
+SCORES = {"attention_multiplier": lambda head_dim: head_dim**-0.5, "query_pre_attn_scalar": lambda head_dim: head_dim}
 # Kept by the reference and by old Llama folders, but never used (a norm that forward skips) or derived (rotary frequencies).
 DROPPED = re.compile(r"lm_head_layernorm\.weight|.*rotary_emb\.inv_freq")
 
@@ -113,6 +121,7 @@ def read_config(hf, keys, depth=None):
     refuse_unsupported(hf)
     kind = hf["model_type"]
     fields = shape_fields(hf, kind)
+    refuse_other_scores(hf, fields["head_dim"])
     normed = has_qk_norm(hf, kind, keys)
     fields["qk_norm"] = "head" if normed else "none"
     if baseline := selected_baseline(hf):  # the reference then switches depth attention off, whatever its fields say
@@ -142,11 +151,22 @@ def refuse_unsupported(hf):
             raise ValueError(f"config.json has {field} {rope!r}; expected an object with fields")
         if rope.get("rope_type", rope.get("type", "default")) != "default" or rope.get("partial_rotary_factor", 1) != 1:
             raise ValueError(f"config.json has {field} {hf[field]!r}; this model rotates whole heads by plain positions, without scaling")
-    if other := sorted(set(hf.get("layer_types") or []) - {"full_attention"}):
+    kinds = hf.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"config.json has layer_types {kinds!r}; expected a list with the kind of each layer")
+    if other := sorted(set(map(str, kinds)) - {"full_attention"}):
         raise ValueError(f"config.json has layer_types {', '.join(other)}; this model supports only full_attention")
     used = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
-    if used and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 0):  # layers below max_window_layers see everything
+    if used and number(hf, "max_window_layers", 0) < number(hf, "num_hidden_layers", 0):  # layers below max_window_layers see everything
         raise ValueError(f"config.json has sliding_window {hf['sliding_window']!r} in use; this model attends to its whole context")
+
+
+def refuse_other_scores(hf, head_dim):
+    """Raises ValueError for a factor of the attention scores that is not 1/sqrt(head_dim)."""
+    for field, ours in SCORES.items():
+        if hf.get(field) is not None and head_dim > 0 and not math.isclose(number(hf, field, 0.0), ours(head_dim), rel_tol=1e-6):
+            raise ValueError(f"config.json has {field} {hf[field]!r}; this model scales the scores of its heads of {head_dim} by 1/sqrt({head_dim}) "
+                             f"only, which is {ours(head_dim):.6g} there")
 
 
 def shape_fields(hf, kind):
@@ -175,7 +195,7 @@ def number(hf, name, default):
         return default
     try:
         return type(default)(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last for Infinity, which Python's JSON knows
         raise ValueError(f"config.json has {name} {value!r}; expected a number") from None
 
 
@@ -218,7 +238,7 @@ def baseline_fields(hf, baseline):
         value = next((hf[x] for x in names if hf.get(x) not in (None, "")), default)
         try:
             return max(1, int(value))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return default
     if baseline == "attnres":
         return dict(connector="attnres", attnres_sources="snapshots", attnres_block_size=positive(12, "attnres_block_size"),
@@ -251,7 +271,7 @@ def first_int(hf, names, default):
     name = next((x for x in names if x in hf), None)
     try:
         return default if name is None else int(hf[name])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"config.json has {name} {hf[name]!r}; expected a whole number") from None
 
 
@@ -335,6 +355,12 @@ class Folder:
         with open_shard(self.where[key]) as file:
             return file.get_tensor(key)
 
+    def stored(self, key):
+        """(shape as a list, dtype as safetensors names it: F32, BF16, I64) of a tensor, whose numbers stay on disk."""
+        with open_shard(self.where[key]) as file:
+            part = file.get_slice(key)
+            return part.get_shape(), part.get_dtype()
+
 
 def read_json(path):
     try:
@@ -365,15 +391,11 @@ def load(path_or_repo_id, dtype="float32", device="cpu", **overrides):
     folder = Folder(path_or_repo_id)
     config = folder_config(folder, **overrides)
     model = skeleton(config)
-    check_keys(folder, model)
+    check_tensors(folder, model)
     model = allocated(model, torch_dtype(folder, dtype), device)
     state = model.state_dict()
     for key, ours, rows in key_map(config):
-        tensor, target = folder.tensor(key), state[ours] if rows is None else state[ours][rows]
-        if tensor.shape != target.shape or not tensor.is_floating_point():
-            raise ValueError(f"{folder.name}: {key} is {tensor.dtype} of shape {list(tensor.shape)}; its config.json asks for floating-point "
-                             f"numbers of shape {list(target.shape)}")
-        target.copy_(tensor)
+        (state[ours] if rows is None else state[ours][rows]).copy_(folder.tensor(key))
     repeated = config.tie_embeddings and "lm_head.weight" in folder.where  # some writers store the tied matrix twice
     if repeated and not torch.equal(folder.tensor("lm_head.weight"), folder.tensor("model.embed_tokens.weight")):
         raise ValueError(f"{folder.name}: config.json has tie_word_embeddings true, but lm_head.weight differs from model.embed_tokens.weight")
@@ -407,8 +429,8 @@ def folder_config(folder, **overrides):
         raise ValueError(f"{folder.name}: {error}") from None
 
 
-def check_keys(folder, model):
-    """Raises ValueError unless the folder has every tensor that the model needs, and no other."""
+def check_tensors(folder, model):
+    """Raises ValueError unless the folder has every tensor that the model (a skeleton will do) needs, in its shape, and no other."""
     config, names = model.config, key_map(model.config)
     if nameless := sorted(model.state_dict().keys() - {ours for _, ours, _ in names}):
         raise ValueError(f"{folder.name}: no Hugging Face folder holds {nameless[0]}, which the overrides ask for")
@@ -418,6 +440,11 @@ def check_keys(folder, model):
         if keys:
             more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
             raise ValueError(f"{folder.name} {what} tensors {', '.join(sorted(keys)[:8])}{more} for the model that its config.json describes")
+    state = model.state_dict()
+    for key, ours, rows in names:
+        (shape, dtype), expected = folder.stored(key), list((state[ours] if rows is None else state[ours][rows]).shape)
+        if shape != expected or not dtype.startswith(("F", "BF")):
+            raise ValueError(f"{folder.name}: {key} is {dtype} of shape {shape}; its config.json asks for floating-point numbers of shape {expected}")
 
 
 def torch_dtype(folder, name):
@@ -623,21 +650,19 @@ def inspect(path_or_repo_id, data_dir=None, eval_tokens=65536, device="", dtype=
     folder = Folder(path_or_repo_id)
     config = folder_config(folder)
     model = skeleton(config)
-    check_keys(folder, model)
+    check_tensors(folder, model)
     reading = read_config(folder.config, folder.where)
     options = {"depth_attention": ("depth_stride", "depth_recent_window"), "attnres": ("attnres_block_size",),
                "denseformer": ("denseformer_dilation", "denseformer_period"), "mhc": ("mhc_num_streams", "mhc_sinkhorn_iters")}
     options = ", ".join(f"{name}={getattr(config, name)}" for name in options.get(reading.method, ()))
     order = "none" if config.qk_norm == "none" else "after RoPE" if config.k_norm_after_rope else "before RoPE"
     files = sorted(set(folder.where.values()))
-    with open_shard(files[0]) as file:
-        stored = file.get_slice(next(iter(file.keys()))).get_dtype()
     print(folder.name)
     print(f"method      {reading.method}{f' ({options})' if options else ''}")
     print(f"shape       {config.n_layer} layers of width {config.n_embd}, {config.n_head} query and {config.n_kv_head} key/value heads of "
           f"{config.head_dim}, SwiGLU {config.n_inner}, vocabulary {config.vocab_size}{' (tied)' if config.tie_embeddings else ''}, "
           f"context {config.block_size}")
-    print(f"parameters  {model.num_params():,}, stored as {stored} in {len(files)} file{'s' * (len(files) > 1)} "
+    print(f"parameters  {model.num_params():,}, stored as {folder.stored(next(iter(folder.where)))[1]} in {len(files)} file{'s' * (len(files) > 1)} "
           f"of {sum(map(os.path.getsize, files)):,} bytes")
     print(f"key norm    {order}: {reading.order_reason}")
     if data_dir:

@@ -298,7 +298,9 @@ WRONG_FIELDS = [("model_type", "mistral"), ("hidden_act", "gelu"), ("attention_b
                 ("layer_types", ["sliding_attention"] * 4), ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}), ("hidden_size", None),
                 ("num_hidden_layers", "four"), ("baseline_mode", "hyper"), ("use_qk_norm", False), ("cross_layer_pattern", "dense"),
                 ("attention_dropout", 0.1), ("no_residual", True), ("quantization_config", {"bits": 4}), ("rms_norm_eps", "small"),
-                ("rope_scaling", "linear"), ("num_attention_heads", 0)]
+                ("rope_scaling", "linear"), ("num_attention_heads", 0), ("layer_types", 3), ("num_key_value_heads", float("inf")),
+                ("final_logit_softcapping", 30.0), ("attn_logit_softcapping", 50.0), ("residual_multiplier", 0.22), ("embedding_multiplier", 12.0),
+                ("logit_scale", 0.0625), ("logits_scaling", 8.0), ("attention_multiplier", 1.0), ("query_pre_attn_scalar", 224)]
 
 
 @pytest.mark.parametrize("field, value", WRONG_FIELDS)
@@ -311,10 +313,13 @@ def test_unsupported_fields_are_named(field, value, tmp_path):
 def test_harmless_spellings_are_accepted(tmp_path):
     rope = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000}}
     window = {"sliding_window": 64, "use_sliding_window": False, "layer_types": ["full_attention"] * 4}
-    GPT.from_pretrained(edited(tmp_path, config={**rope, **window, "hidden_act": "swish", "mlp_bias": None}))
+    head_dim = hf.load(FIXTURES / "vanilla_qknorm").config.head_dim
+    factors = {"residual_multiplier": 1.0, "logit_scale": 1, "final_logit_softcapping": None, "attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
+    GPT.from_pretrained(edited(tmp_path, config={**rope, **window, **factors, "hidden_act": "swish", "mlp_bias": None}))
 
 
 def test_other_contradictions(tmp_path):
+    assert "max_window_layers 'x'" in refusal(hf.load, edited(tmp_path, config={"sliding_window": 64, "max_window_layers": "x"}))
     assert "depth_attention_stride None" in refusal(hf.load, edited(tmp_path, "depth_mha_stride2", config={"depth_attention_stride": None}))
     assert "residual_baseline 'mhc'" in refusal(hf.load, edited(tmp_path, "attnres_block2", config={"residual_baseline": "mhc"}))
     # without norms: an absent use_qk_norm means true in the reference's folders, and Qwen3 always has them
@@ -331,9 +336,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     sentence = refusal(hf.load, edited(tmp_path, drop=(norm, down)))
     assert "lacks" in sentence and norm in sentence and down in sentence
     assert "model.extra" in refusal(hf.load, edited(tmp_path, tensors={"model.extra": torch.ones(2)}))
-    sentence = refusal(hf.load, edited(tmp_path, tensors={norm: torch.ones(31)}))
-    assert norm in sentence and "[31]" in sentence and "[32]" in sentence
-    assert "int8" in refusal(hf.load, edited(tmp_path, tensors={norm: torch.ones(32, dtype=torch.int8)}))
+    for look in (hf.load, hf.inspect):
+        sentence = refusal(look, edited(tmp_path, tensors={norm: torch.ones(31)}))
+        assert norm in sentence and "[31]" in sentence and "[32]" in sentence
+        assert f"{norm} is I8" in refusal(look, edited(tmp_path, tensors={norm: torch.ones(32, dtype=torch.int8)}))
     many = refusal(hf.load, edited(tmp_path, config={"num_hidden_layers": 2}))  # two layers of 11 tensors too many, of which 8 are named
     assert "unexpected" in many and "and 14 more" in many
 
