@@ -996,6 +996,8 @@ def planning(c, device, _):
         model = plan_memory.skeleton(config)
         columns[label] = plan_memory.peak_memory(model, batch, grad_checkpoint=grad_checkpoint, **run)
         notes += [f"{label}: {text}" for text in plan_memory.sentences(model, batch, peak, c.mfu, tokens, grad_checkpoint, **run)]
+    if not peak:
+        notes.append(f"The peak of --gpu={c.gpu} is not known, so neither speed nor days are computed; known are {', '.join(plan_memory.PEAKS)}.")
     kinds = dict.fromkeys(kind for column in columns.values() for kind in column)
     rows = [{"memory": kind} | {f"{label} GB": column.get(kind, 0) / 1e9 for label, column in columns.items()} for kind in kinds]
     rows.append({"memory": "peak"} | {f"{label} GB": sum(column.values()) / 1e9 for label, column in columns.items()})
@@ -1049,6 +1051,8 @@ def main(argv=None):
         require("mfu", 0 < c.mfu <= 1, "must be above 0 and at most 1")
         for name in ("batch_size", "block_size", "steps", "new_tokens", "train_tokens"):
             require(name, getattr(c, name) >= 0, "must not be negative")
+        require("prompt_tokens", c.prompt_tokens >= 1, "must be at least 1")
+        configurator.require_writable(c, "json")
         c.shape = c.operands[0] if c.operands else c.shape
         device = configurator.find_device(c.device)
         c.dtype = c.dtype or ("bfloat16" if device.type == "cuda" else "float32")

@@ -25,6 +25,7 @@ import difflib
 import functools
 import io
 import math
+import os
 import sys
 import tokenize
 import types
@@ -258,6 +259,14 @@ def require(c, name, ok, rule):
         raise ValueError(f"--{name}={getattr(c, name)} {rule}.")
 
 
+def require_writable(c, name):
+    """Raises ValueError unless the file that an option names, if any, can be written: for results that take a while to compute."""
+    path = Path(getattr(c, name))
+    if getattr(c, name):
+        require(c, name, path.parent.is_dir(), f"cannot be written: there is no folder {path.parent}")
+        require(c, name, not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK), "cannot be written; give a file that can be")
+
+
 def _read_argument(arg, argv, options):
     """'--name=value' -> (name, value)."""
     name, equals, text = arg.removeprefix("--").partition("=")
@@ -282,4 +291,6 @@ def _kind(wanted):
 
 if __name__ == "__main__":
     script = ROOT / (sys.argv[1] if len(sys.argv) > 1 else "train.py")
+    if len(sys.argv) > 2 or not script.is_file():
+        raise SystemExit("usage: python configurator.py [SCRIPT.py]     its options as a Markdown table; train.py's without a script")
     print("\n".join(table(options_of(script, model_fields=script.name == "train.py"))))

@@ -298,8 +298,8 @@ def validate(c):
     for name, ok, rule in (("which", c.which in ("best", "last"), "must be best or last"), ("split", c.split in ("train", "val"), "must be train or val"),
                            ("batch_size", c.batch_size >= 1, "must be at least 1"), ("dtype", c.dtype in ("", "float32", "bfloat16"), "must be float32, bfloat16 or empty"),
                            *((name, getattr(c, name) >= 0, "must not be negative") for name in ("block_size", "eval_tokens", "limit", "max_gen_toks"))):
-        if not ok:
-            raise ValueError(f"--{name}={getattr(c, name)} {rule}.")
+        configurator.require(c, name, ok, rule)
+    configurator.require_writable(c, "save")
 
 
 def run(c):

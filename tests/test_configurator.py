@@ -172,6 +172,13 @@ def test_mistakes_end_a_process_with_one_line_on_stderr_and_no_traceback():
     assert "--max_itres" in result.stderr and "--max_iters" in result.stderr
 
 
+def test_the_option_table_of_a_script_or_a_usage_line():
+    call = lambda *argv: subprocess.run([sys.executable, "configurator.py", *argv], capture_output=True, text=True, cwd=ROOT)
+    assert "| `batch_size` | `8` |" in call("eval.py").stdout
+    wrong = call("--help")
+    assert wrong.returncode == 1 and wrong.stderr.startswith("usage: python configurator.py") and len(wrong.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "config").glob("*.py")))
 def test_every_config_is_understood_and_gives_a_model(name):
     c = configure(ROOT / "train.py", [f"config/{name}"], model_fields=True)

@@ -214,6 +214,8 @@ def test_mistakes_end_in_a_sentence(tmp_path, monkeypatch):
     assert "nothing to evaluate: give --data_dir" in fails(out_dir)
     assert "--which=new must be best or last" in fails(out_dir, "--which=new")
     assert "--batch_size=0 must be at least 1" in fails(out_dir, "--batch_size=0")
+    assert f"there is no folder {tmp_path / 'no'}" in fails(out_dir, f"--data_dir={data}", f"--save={tmp_path / 'no/x.json'}")
+    assert "cannot be written" in fails(out_dir, f"--data_dir={data}", f"--save={tmp_path}")
     assert "a context of 64 tokens is longer than block_size=48" in fails(out_dir, f"--data_dir={data}", "--block_size=64")
     assert "--k_norm_after_rope is fixed in the run's checkpoint" in fails(out_dir, f"--data_dir={data}", "--k_norm_after_rope=True")
     assert "expected token shards named train*.bin" in fails(out_dir, f"--data_dir={data}", "--split=train")
