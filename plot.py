@@ -36,7 +36,7 @@ from matplotlib.lines import Line2D
 # loss curves
 x = "steps"  # horizontal axis: steps, tokens or hours (of training alone, without evaluations)
 difference = False  # draw the runs' losses minus those of the first
-smooth = 0  # log lines that a point of a train curve is the mean of; 0 = a twentieth of the run's, at least 5
+smooth = 0  # log lines that a point of a train curve is the mean of; 0 = a twentieth of the run's, at least 9
 labels = ""  # names of the runs in the legend, separated by commas; empty = their folders' names
 ymin = 0.0  # loss at the bottom; 0 = chosen
 ymax = 0.0  # loss at the top; 0 = chosen so that the first twentieth of the runs does not flatten the rest
@@ -135,13 +135,14 @@ def style_of(i):
 
 def draw_curves(ax, curves, names, axis, smooth, ymin, ymax, first=0):
     """
-    Draws runs: train curves as lines, evaluations as points of the same colour. curves: (x, values) of the train lines and (x, values) of the evaluations of
+    Draws runs: train curves as running means of their faint logged losses, evaluations as points of the same colour. curves: (x, values) of the train lines and (x, values) of the evaluations of
     each run; first: the number of the first one, which its colour and marker follow. The first twentieth does not decide the limits.
     """
     handles, tails = [], []
     for i, (((at, values), (val_at, val)), name) in enumerate(zip(curves, names), first):
         colour, marker, dashes = style_of(i)
-        n = smooth or max(5, len(at) // 20)
+        n = smooth or max(9, len(at) // 20)
+        ax.plot(at, values, color=colour, lw=0.6, alpha=0.2, zorder=1)  # a logged loss is that of one step: with small batches it scatters
         end = max(1, len(at) - n // 4)  # the last means are of so few lines that they would end the curve in a spike
         at, curve = at[:end], running_mean(values, n)[:end]
         ax.plot(at, curve, dashes, color=colour, lw=1.1, alpha=0.75)
@@ -157,12 +158,12 @@ def draw_curves(ax, curves, names, axis, smooth, ymin, ymax, first=0):
 
 
 def plot_loss(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, title="", width=7.0):
-    """The figure of several runs' losses: train curves as lines, evaluations as points of the same colour."""
+    """The figure of several runs' losses: train curves as lines through their scatter, evaluations as points of the same colour."""
     fig, ax = plt.subplots(figsize=(width, 0.5 * width), layout="constrained")
     curves = [((at, log["train_loss"]), (val_at, log["val_loss"])) for log in logs for at, val_at in [positions(log, axis)]]
     names = [name + (f"  (last validation {log['val_loss'][-1]:.3f})" if len(log["val_loss"]) else "") for name, log in zip(names, logs)]
     handles = draw_curves(ax, curves, names, axis, smooth, ymin, ymax)
-    ax.set(ylabel="Loss (nats per token)", title=title or "Training loss (lines) and validation loss (points)")
+    ax.set(ylabel="Loss (nats per token)", title=title or "Training loss (lines: running means of the faint logged losses) and validation loss (points)")
     ax.legend(handles=handles, loc="upper right")
     return fig
 
@@ -184,7 +185,7 @@ def plot_difference(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, tit
     fig, ax = plt.subplots(figsize=(width, 0.5 * width + 0.15 * math.ceil(len(labels) / 3)), layout="constrained")
     ax.axhline(0, color=style_of(0)[0], lw=1.1)
     handles = draw_curves(ax, curves, labels, axis, smooth, ymin, ymax, first=1)
-    ax.set(ylabel="Difference of the losses (nats per token)", title=title or f"Loss minus that of {names[0]}: training (lines), validation (points; the last one in brackets)")
+    ax.set(ylabel="Difference of the losses (nats per token)", title=title or f"Loss minus that of {names[0]}: training (lines: running means), validation (points; the last one in brackets)")
     fig.legend(handles=handles, loc="outside lower center", ncols=3)
     return fig
 
@@ -501,8 +502,9 @@ def validate(c):
                            ("split", c.split in ("train", "val"), "must be train or val"), ("width", c.width > 0, "must be positive"), ("dpi", c.dpi > 0, "must be positive"),
                            ("out", Path(c.out or ".png").suffix in (".png", ".pdf", ".svg") or not c.out, "must end in .png, .pdf or .svg"),
                            *((name, getattr(c, name) >= 0, "must not be negative") for name in ("smooth", "ymin", "ymax", "eval_tokens", "block_size"))):
-        if not ok:
-            raise ValueError(f"--{name}={getattr(c, name)} {rule}.")
+        configurator.require(c, name, ok, rule)
+    for name in ("save", "out"):
+        configurator.require_writable(c, name)
 
 
 def figures(c):

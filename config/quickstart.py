@@ -23,7 +23,7 @@ warmup_iters = 50
 weight_decay = 0.1
 eval_interval = 325
 eval_tokens = 32768
-log_interval = 50
+log_interval = 10
 
 device = "cpu"
 dtype = "float32"
