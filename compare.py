@@ -73,7 +73,7 @@ def read_run(path):
     the median over its train lines; and, where compare.py added them as a last line, seconds (of all its processes) and peak_gb.
     """
     lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    header = next(line for line in lines if "config" in line)
+    header = lines[0]
     train, val = ([line for line in lines if key in line] for key in ("train_loss", "val_loss"))
     extra = lines[-1] if "seconds" in lines[-1] else {}
     c = header["config"]
@@ -85,9 +85,17 @@ def read_run(path):
 
 
 def read_results(folder):
-    """{Run: read_run} of the finished logs in the folder."""
-    found = [read_run(path) for path in sorted(Path(folder).glob("*_lr*_seed*.jsonl"))]
-    return {Run(r["method"], r["lr"], r["seed"]): r for r in found if r["finished"]}
+    """{Run: read_run} of the logs in the folder. Raises ValueError for one that is not whole: only finished ones are put there."""
+    found = {}
+    for path in sorted(Path(folder).glob("*_lr*_seed*.jsonl")):
+        try:
+            r = read_run(path)
+        except (ValueError, LookupError, TypeError):
+            r = {"finished": False}
+        if not r["finished"]:
+            raise ValueError(f"{path} is empty, damaged or cut, not the whole log of a run; delete it, and python compare.py makes that run again.")
+        found[Run(r["method"], r["lr"], r["seed"])] = r
+    return found
 
 
 def plan(methods, rates, seeds, done, failed=()):

@@ -194,6 +194,11 @@ def test_mistakes_are_said(refused, corpus, tmp_path):
     write_log(tmp_path / "held", Run("vanilla", 1.0, 1), 3.0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/data.json").write_text('{"tokens": {"train": 1, "val": 1}}')
+    whole = write_log(tmp_path / "cut", Run("vanilla", 1.0, 1), 3.0)
+    lines = whole.read_text().splitlines(keepends=True)
+    for text in ("", lines[0], "".join(lines[:6]), "".join(lines)[:-20], "5\n"):
+        whole.write_text(text)
+        assert f"{whole} is empty, damaged or cut" in refused(compare.main, ["--table", f"--results={whole.parent}"])
     for argv, sentence in ((["--methods=moda"], "must begin with vanilla"), (["--methods=vanilla,magic"], "--methods=vanilla,magic must begin"), (["--learning_rates=1,x"], "must be positive numbers"),
                            (["--learning_rates=0"], "must be positive numbers"), (["--seeds=0"], "--seeds=0 must be at least 1"), (["--gpus=-1"], "--gpus=-1 must not be negative"),
                            (["--table", f"--results={tmp_path}"], "holds no log of a finished run yet"), ([f"--data_dir={tmp_path}"], "expected token shards"),
