@@ -29,7 +29,8 @@ import torch
 from data.shards import write_atomically
 from model import GPT, GPTConfig
 
-KEYS = ("model", "optimizer", "scaler", "step", "best_val_loss", "config", "rng", "data")
+TYPES = {"model": dict, "optimizer": dict, "scaler": dict, "step": int, "best_val_loss": float, "config": dict, "rng": dict, "data": dict}
+KEYS = tuple(TYPES)
 
 
 class CheckpointError(ValueError):
@@ -101,6 +102,10 @@ def load(path, device="cpu"):
                               f"It was cut off or damaged: use another .pt file of {path.parent}, or delete it and start again.") from error
     if missing:
         raise CheckpointError(f'{path} is not a checkpoint of train.py: it lacks {", ".join(missing)}.')
+    for key, wanted in TYPES.items():
+        if not isinstance(checkpoint[key], wanted):
+            raise CheckpointError(f"{path} is damaged: its {key!r} is a {type(checkpoint[key]).__name__}, not a {wanted.__name__}. "
+                                  f"Use another .pt file of {path.parent}, or delete it and start again.")
     checkpoint["model"] = strip_prefixes(checkpoint["model"])
     return checkpoint
 

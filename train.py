@@ -122,6 +122,7 @@ def validate(c):
         require(name, getattr(c, name) >= 0, "must not be negative")
     for name in ("beta1", "beta2"):
         require(name, 0 <= getattr(c, name) < 1, "must be at least 0 and below 1")
+    require("out_dir", c.out_dir.strip(), "must name a folder for the run")
     require("seed", -2**63 <= c.seed < 2**63, "must fit into 64 bits")
     require("dtype", c.dtype in ("", *DTYPES), f"must be one of {', '.join(DTYPES)} or empty")
     require("min_lr", c.min_lr <= c.learning_rate, f"must not be above --learning_rate={c.learning_rate}")
@@ -157,8 +158,13 @@ def build_model(c, ranks, resumed):
     """The GPT on this rank's device, from the checkpoint, a Hugging Face folder or the seed; c's model fields are filled in with what it has."""
     torch.manual_seed(c.seed)
     if resumed or c.init_from == "scratch":
-        with ranks.device if ranks.device.type == "cuda" else contextlib.nullcontext():  # drawn there: a CPU takes a minute for 3B random numbers
-            model = GPT(GPTConfig(**{name: getattr(c, name) for name in MODEL_FIELDS}))
+        config = GPTConfig(**{name: getattr(c, name) for name in MODEL_FIELDS})
+        try:
+            with ranks.device if ranks.device.type == "cuda" else contextlib.nullcontext():  # drawn there: a CPU takes a minute for 3B random numbers
+                model = GPT(config)
+        except (RuntimeError, TypeError) as error:  # the allocator's, on a GPU an OutOfMemoryError; TypeError is for sizes beyond 64 bits
+            sizes = ", ".join(f"--{name}={getattr(config, name)}" for name in ("vocab_size", "n_layer", "n_embd", "n_inner", "block_size"))
+            raise ValueError(f"there is no memory for a model of {sizes}; make it smaller. PyTorch says: {str(error).splitlines()[0]}") from error
     else:
         given = {name: getattr(c, name) for name in {"block_size", *c.given} & set(MODEL_FIELDS)}
         model = GPT.from_pretrained(c.init_from, **given)

@@ -72,6 +72,13 @@ def test_foreign_files_are_clean_errors(tmp_path, content):
         checkpoint.load(tmp_path / "ckpt_last.pt")
 
 
+@pytest.mark.parametrize("key", sorted(checkpoint.KEYS))
+def test_damaged_entries_are_clean_errors(state, tmp_path, key):
+    checkpoint.save(tmp_path / "ckpt_last.pt", state | {key: None})
+    with pytest.raises(CheckpointError, match=f"damaged: its '{key}' is a NoneType, not a"):
+        checkpoint.load_run(tmp_path)
+
+
 def test_an_absent_checkpoint_says_what_is_there(state, tmp_path):
     with pytest.raises(CheckpointError, match="no .pt file"):
         checkpoint.load(tmp_path / "ckpt_last.pt")

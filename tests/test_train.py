@@ -385,6 +385,9 @@ BAD_INPUTS = """
     --device=meta           -> --device=meta cpu
     --seed=99999999999999999999 -> --seed=9999 64 bits
     --out_dir=/dev/null/run -> --out_dir=/dev/null/run written
+    --out_dir=              -> --out_dir= folder
+    --vocab_size=100000000000000    -> --vocab_size=100000000000000 memory smaller
+    --n_inner=99999999999999999999  -> --n_inner=99999999999999999999 memory smaller
     --dtype=fp16            -> --dtype=fp16 bfloat16
     --dtype=float16         -> --dtype=float16 cpu
     --grad_bf16=True        -> --grad_bf16 cpu
