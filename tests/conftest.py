@@ -3,6 +3,7 @@ What the tests share: a synthetic corpus, a tiny model, train.py called in this 
 
 Ranks are forked from a server that has imported PyTorch once, which makes a multi-process test cost about a second.
 """
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -25,6 +26,17 @@ import checkpoint
 import train
 from data import shards
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError, AttributeError):  # Triton is optional, and another version may have other insides
+        import triton.language as tl
+        from triton.runtime import interpreter
+        patch = interpreter._patch_lang
+
+        def patch_once(fn):
+            """A launch puts the interpreter's functions into Triton's modules, and every call of a device function does so again: a third of the time."""
+            modules = [module for module in (tl, tl.core) if any(value is module for value in fn.__globals__.values())]
+            return patch(fn) if any(tl.core.is_builtin(module.load) for module in modules) else None
+        interpreter._patch_lang = patch_once
 
 
 def write_corpus(folder, train_tokens=3600, val_tokens=400):

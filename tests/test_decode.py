@@ -38,7 +38,7 @@ def test_the_step_that_is_recorded(options):
 
 def test_the_step_that_is_recorded_far_into_the_cache():
     model = tiny(dtype=torch.float32, n_layer=1, norm_order="post")
-    compare(model, tokens(model, length=11), 8)
+    compare(model, tokens(model, batch=1, length=10), 8)  # in the second step a part of the cache is a block more
 
 
 ONE_LAUNCH = [dict(n_loop=1), dict(n_loop=1, qk_norm="none", n_head=6), dict(depth="depth_attention", k_norm_after_rope=True, depth_recent_window=1, depth_stride=2),
@@ -103,10 +103,10 @@ def test_the_loop_ends_where_every_row_has(both, monkeypatch, look):
     monkeypatch.setattr(decode, "LOOK", look)
     model = tiny(block_size=32)
     idx = torch.cat([tokens(model, batch=1, length=3, seed=seed) for seed in range(6)])
-    free = both(model, idx, 20)
-    assert both(model, idx[:1], 20, stop_token=free[0, 7].item()).shape[1] <= 8
+    free = both(model, idx, 12)
+    assert both(model, idx[:1], 12, stop_token=free[0, 7].item()).shape[1] <= 8
     for stop in free[0, 3:8].tolist():
-        both(model, idx, 20, stop_token=stop)
+        both(model, idx, 12, stop_token=stop)
     both(model, idx, 5, stop_token=next(token for token in range(23) if token not in free))
 
 
