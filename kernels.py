@@ -81,9 +81,17 @@ def _dense(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _empty_like(x):
+    """A contiguous tensor of x's shape and dtype; new_empty(x.shape) takes the CPU three times as long."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _matrix(x):
-    """x [..., C] as rows [n, C]: a view unless the strides forbid it."""
-    return _dense(x.reshape(-1, x.shape[-1]))
+    """(x or a copy of it, elements from one row to the next) of x [..., C] as rows of C adjacent elements. What is contiguous is that without a view."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    x = _dense(x.reshape(-1, x.shape[-1]))
+    return x, x.stride(0)
 
 
 @triton.jit
@@ -98,9 +106,11 @@ def _column_sums_kernel(x, out, n_rows, C, ROWS: tl.constexpr, COLS: tl.constexp
 
 def _column_sums(x, launch):
     """Sum over the first axis of the float32 [programs, ...] that a kernel's programs leave; torch.sum takes three times as long on these shapes."""
-    out = x.new_zeros(x.shape[1:]) if not len(x) else x.new_empty(x.shape[1:])
-    if launch and len(x):
-        _column_sums_kernel[(_ceil_div(out.numel(), 8),)](x, out, len(x), out.numel(), 256, 8, num_warps=8)
+    programs, *shape = x.shape
+    out = x.new_empty(*shape) if programs else x.new_zeros(*shape)
+    if launch and programs:
+        columns = out.numel()
+        _column_sums_kernel[(_ceil_div(columns, 8),)](x, out, programs, columns, 256, 8, num_warps=8)
     return out
 
 
@@ -149,28 +159,28 @@ def _rms_norm_backward_kernel(s, ds, dy, weight, dx, dw, n_rows, s_stride, ds_st
 
 @_operator()
 def _rms_norm_forward(x: Tensor, u: Optional[Tensor], weight: Tensor, eps: float, launch: bool) -> tuple[Tensor, Tensor]:
-    x2, u2, C = _matrix(x), None if u is None else _matrix(u), x.shape[-1]
-    s = x.new_empty(0 if u is None else x.shape)
-    y = x.new_empty(x.shape)
+    y = _empty_like(x)
+    s = x.new_empty(0) if u is None else _empty_like(x)
     if launch:
-        block = _power_of_2(C)
+        C = x.shape[-1]
+        block, n_rows = _power_of_2(C), x.numel() // C
+        (x, x_stride), (u, u_stride) = _matrix(x), (None, 0) if u is None else _matrix(u)
         rows, warps = _tile("rms_norm_forward", block)
-        _rms_norm_forward_kernel[(_ceil_div(x2.shape[0], rows),)](
-            x2, u2, weight, s, y, x2.shape[0], x2.stride(0), 0 if u is None else u2.stride(0), eps, C, block, rows, num_warps=warps)
+        _rms_norm_forward_kernel[(_ceil_div(n_rows, rows),)](x, u, weight, s, y, n_rows, x_stride, u_stride, eps, C, block, rows, num_warps=warps)
     return s, y
 
 
 @_operator()
 def _rms_norm_backward(s: Tensor, ds: Optional[Tensor], dy: Tensor, weight: Tensor, eps: float, launch: bool) -> tuple[Tensor, Tensor]:
-    s2, ds2, dy2, C = _matrix(s), None if ds is None else _matrix(ds), _matrix(dy), s.shape[-1]
-    block = _power_of_2(C)
+    dx, C = _empty_like(s), s.shape[-1]
+    block, n_rows = _power_of_2(C), s.numel() // C
     rows, warps = _tile("rms_norm_backward", block)
-    programs = min(_ceil_div(s2.shape[0], rows), _multiprocessors(s.device) * SETTINGS["rms_norm_backward"][2])
-    dx = s.new_empty(s.shape)
+    programs = min(_ceil_div(n_rows, rows), _multiprocessors(s.device) * SETTINGS["rms_norm_backward"][2])
     dw = torch.empty(programs, C, device=s.device, dtype=torch.float32)
     if launch:
-        _rms_norm_backward_kernel[(programs,)](s2, ds2, dy2, weight, dx, dw, s2.shape[0], s2.stride(0), 0 if ds is None else ds2.stride(0),
-                                               dy2.stride(0), eps, C, block, rows, SETTINGS["rms_norm_backward"][3], num_warps=warps)
+        (s, s_stride), (ds, ds_stride), (dy, dy_stride) = _matrix(s), (None, 0) if ds is None else _matrix(ds), _matrix(dy)
+        _rms_norm_backward_kernel[(programs,)](s, ds, dy, weight, dx, dw, n_rows, s_stride, ds_stride, dy_stride, eps, C, block, rows,
+                                               SETTINGS["rms_norm_backward"][3], num_warps=warps)
     return dx, _column_sums(dw, launch)
 
 
@@ -219,7 +229,8 @@ def weight_gradient(dy, x, into=None):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, w):
+    def forward(ctx, x, weight):
+        w = _cast(weight, x.dtype)
         ctx.save_for_backward(x, w)
         return torch.nn.functional.linear(x, w)
 
@@ -227,22 +238,22 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         dx = dy @ w if ctx.needs_input_grad[0] else None
-        return dx, weight_gradient(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None, None
+        return dx, weight_gradient(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
 
 
 def _cast(weight, dtype):
-    """weight in another dtype: the same tensor as before while the backward pass of an earlier call, as in a looped model, still keeps it."""
+    """weight in another dtype, where no gradient is asked for: the same tensor as before while the backward pass of an earlier call, as in a looped model, still keeps it."""
     of, kept = getattr(weight, "last_cast", (None, None))
     w = kept() if of == (weight._version, dtype) else None
     if w is None:
-        w = weight.detach().to(dtype)
+        w = weight.to(dtype)
         weight.last_cast = (weight._version, dtype), weakref.ref(w)
     return w
 
 
 def linear(x, weight):
     """x weight^T of x [..., I] in bfloat16 or float16 and weight [O, I] in float32, whose gradient is float32 as well -> [..., O] in x's dtype."""
-    return _Linear.apply(x, weight, _cast(weight, x.dtype))
+    return _Linear.apply(x, weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -284,7 +295,7 @@ def _swiglu_forward(gate_up: Tensor, launch: bool) -> Tensor:
 @_operator()
 def _swiglu_backward(gate_up: Tensor, dout: Tensor, launch: bool) -> Tensor:
     inner = gate_up.shape[-1] // 2
-    grad = gate_up.new_empty(gate_up.shape)
+    grad = _empty_like(gate_up)
     if launch:
         warps, elements = SETTINGS["swiglu"]
         blocks = _ceil_div(inner, warps * 32 * elements)
@@ -572,7 +583,7 @@ def _source_table(device, *columns):
     if device.type != "cuda":
         return _on_device(numbers, device), align
     # the stream is part of the key: its work alone is ordered after the launches and, once the table is dropped, before the reuse of its memory
-    key, capturing = (numbers, device, torch.cuda.current_stream(device).cuda_stream), torch.cuda.is_current_stream_capturing()
+    key, capturing = (numbers, device, torch._C._cuda_getCurrentRawStream(device.index)), torch.cuda.is_current_stream_capturing()
     table = _tables.get(key)
     if table is None:
         table = _on_device(numbers, device)
@@ -599,10 +610,10 @@ def _heads_forward(q: Tensor, k: Tensor, v: Tensor, q_weight: Optional[Tensor], 
     """Finished q and k (empty without cos), mixed v (empty without sources), all in [B, T, heads, D] memory; log-sum-exp of the depth scores."""
     B, H, T, D, G, tiles, shapes = _heads_shapes(q, k, "heads_forward")
     rope, mix = cos is not None, len(source_k) > 0
-    q_out = q.new_empty((B, T, H, D) if rope else 0)
-    k_out = k.new_empty((B, T, G, D) if rope else 0)
-    mixed = v.new_empty((B, T, G, D) if mix else 0)
-    lse = torch.empty((B, T, G) if mix else 0, device=q.device, dtype=torch.float32)
+    q_out = q.new_empty(B, T, H, D) if rope else q.new_empty(0)
+    k_out = k.new_empty(B, T, G, D) if rope else k.new_empty(0)
+    mixed = v.new_empty(B, T, G, D) if mix else v.new_empty(0)
+    lse = torch.empty(*(B, T, G) if mix else (0,), device=q.device, dtype=torch.float32)
     if launch:
         table, align = _source_table(q.device, source_k, source_v) if mix else (None, 16)
         _heads_forward_kernel[(tiles, B)](
@@ -624,7 +635,7 @@ def _heads_backward(q: Tensor, k: Tensor, v: Tensor, q_weight: Optional[Tensor],
     programs = min(tiles * B, _multiprocessors(q.device) * programs)
     norm = q_weight is not None or k_weight is not None
     grad = q.new_empty(B, T, H + 2 * G, D)
-    dw = torch.empty((programs if norm else 0, 2, D), device=q.device, dtype=torch.float32)
+    dw = torch.empty(programs if norm else 0, 2, D, device=q.device, dtype=torch.float32)
     if launch:
         dq, dk, dv = (x if x is None else _dense(x) for x in (dq, dk, dv))
         strides = [x.stride()[:3] for x in (q, k, v, dv if dq is None else dq, dv if dk is None else dk, dv)]
@@ -763,9 +774,10 @@ def attention_inputs(qkv, q_weight, k_weight, cos, sin, n_head, n_kv_head, eps, 
     if qkv.shape[2] != (n_head + 2 * n_kv_head) * D or D % 2 or cos.shape != (T, D // 2) or sin.shape != cos.shape:
         raise ValueError(f"qkv {list(qkv.shape)} with {n_head} query and {n_kv_head} KV heads does not go with cos {list(cos.shape)} and sin "
                          f"{list(sin.shape)}; expected qkv [B, T, (n_head + 2 n_kv_head) D] with an even D, and cos and sin [T, D/2]")
-    qkv = qkv.contiguous()
-    _, k, v = _split_heads(qkv, n_head, n_kv_head)
-    sources, grads = _sources(source_k, source_v, k, v)
+    qkv, sources, grads = qkv.contiguous(), [], None
+    if len(source_k) or len(source_v):
+        _, k, v = _split_heads(qkv, n_head, n_kv_head)
+        sources, grads = _sources(source_k, source_v, k, v)
     return _AttentionInputs.apply(qkv, q_weight, k_weight, cos.contiguous(), sin.contiguous(), (n_head, n_kv_head), eps, k_norm_after_rope,
                                   grads, *sources)
 
@@ -959,7 +971,7 @@ _SINKHORN_TILE = 64  # matrices a program
 
 @_operator()
 def _sinkhorn_forward(logits: Tensor, iters: int, launch: bool) -> Tensor:
-    n, out = logits.shape[-1], logits.new_empty(logits.shape)
+    n, out = logits.shape[-1], _empty_like(logits)
     if launch:
         rows = logits.numel() // (n * n)
         _sinkhorn_forward_kernel[(triton.cdiv(rows, _SINKHORN_TILE),)](logits.contiguous(), out, rows, iters, n, triton.next_power_of_2(n), _SINKHORN_TILE)
@@ -968,7 +980,7 @@ def _sinkhorn_forward(logits: Tensor, iters: int, launch: bool) -> Tensor:
 
 @_operator()
 def _sinkhorn_backward(logits: Tensor, dout: Tensor, iters: int, launch: bool) -> Tensor:
-    n, dlogits = logits.shape[-1], logits.new_empty(logits.shape)
+    n, dlogits = logits.shape[-1], _empty_like(logits)
     if launch:
         rows, P = logits.numel() // (n * n), triton.next_power_of_2(n)
         sums = torch.empty(2 * iters, rows, P, device=logits.device)
@@ -1455,7 +1467,7 @@ def _attnres_forward(sources: list[Tensor], query: Tensor, bias: Optional[Tensor
 @_operator("grads")
 def _attnres_backward(sources: list[Tensor], query: Tensor, bias: Optional[Tensor], eps: float, out: Tensor, lse: Tensor, dout: Tensor,
                       grads: list[Tensor], filled: list[int], launch: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of query [C] and of the bias, in float32; the sources' are stored in grads, or added there where `filled`."""
+    """Gradients of query [C] and of the bias (empty without one), in float32; the sources' are stored in grads, or added there where `filled`."""
     n_rows, shapes = _attnres_shapes(out, "attnres_backward")
     programs = min(_ceil_div(n_rows, shapes["ROWS"]), _multiprocessors(out.device) * SETTINGS["attnres_backward"][2])
     dw = torch.empty(programs, out.shape[-1], device=out.device, dtype=torch.float32)
@@ -1463,7 +1475,7 @@ def _attnres_backward(sources: list[Tensor], query: Tensor, bias: Optional[Tenso
     if launch:
         table, align = _source_table(out.device, sources, grads, _where_filled(grads, filled))
         _attnres_backward_kernel[(programs,)](table, len(sources), query, bias, out, dout.contiguous(), lse, dw, dbias, n_rows, eps, ALIGN=align, **shapes)
-    return _column_sums(dw, launch), dbias.sum()
+    return _column_sums(dw, launch), dbias if bias is None else dbias.sum()
 
 
 class _AttnRes(torch.autograd.Function):
