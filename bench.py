@@ -837,10 +837,10 @@ def attention_rows(c, B, T, bandwidth, device, dtype, notes):
     q = heads(1, 16, 8, 64)
     backends = list(dict.fromkeys((fused._sequence_backend(q, q), "cudnn"))) if device.type == "cuda" else [""]
     for length in lengths:
-        sets = input_sets(lambda: [heads(1, length, n, 64) for n in (8 * G, *[G] * (2 + 2 * L))], device)
+        sets = input_sets(lambda length=length: [heads(1, length, n, 64) for n in (8 * G, *[G] * (2 + 2 * L))], device)
         plain = plain_ms(sets)
         for backend in backends:
-            moda = lambda q, k, v, *slots: fused.moda_attention(q, k, v, slots[:L], slots[L:], backend)
+            moda = lambda q, k, v, *slots, backend=backend: fused.moda_attention(q, k, v, slots[:L], slots[L:], backend)
             found = row(f"moda_attention, {L} slots, T={length}" + f", {backend}" * (backend != ""), moda, sets, plain)
             if length == min(lengths):
                 found |= {"eager ms": eager_ms(moda, sets[0]), "SDPA eager": eager_ms(sdpa, sets[0][:3])}

@@ -328,11 +328,10 @@ def _halved(x):
 @triton.jit
 def _as_tiles(x, K: tl.constexpr):
     """[parts, columns] cut as `_tile` cuts rows."""
-    FIRST: tl.constexpr = _parts(K)[2]
     SECOND: tl.constexpr = _parts(K)[3]
     if SECOND > 0:
         first, second = _halved(x)
-        for i in tl.static_range(8):
+        for _halving in tl.static_range(8):
             if second.shape[0] > SECOND:
                 second, _ = _halved(second)
         return first, second
