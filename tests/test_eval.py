@@ -327,6 +327,7 @@ def test_lm_eval_gives_the_numbers_of_hugging_faces_adapter(tmp_path, monkeypatc
                                     task_manager=TaskManager(include_path=str(tasks), include_defaults=False)) for lm in (ours, theirs))
     for task in a["results"]:
         numbers = [{name: value for name, value in result["results"][task].items() if isinstance(value, float)} for result in (a, b)]
+        print(f"\n{task}: ours {numbers[0]}, lm-eval's adapter on the export {numbers[1]}")
         assert len(numbers[0]) >= 1 and numbers[0] == pytest.approx(numbers[1], rel=1e-5)
         answers = [[sample["resps"] for sample in sorted(result["samples"][task], key=lambda sample: sample["doc_id"])] for result in (a, b)]
         if task == "generation":
