@@ -856,7 +856,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, path_or_repo_id, **overrides):
         """A model from a Hugging Face folder or Hub id; `overrides` replace fields of its configuration. See hf.load."""
-        import hf  # the one arrow that points back: the public name lives here, the format's knowledge there
+        import hf  # an arrow that points back, as decode's in `generate`: the public name lives here, the format's knowledge there
         return hf.load(path_or_repo_id, **overrides)
 
     @property

@@ -72,14 +72,16 @@ class Ranks:
         mine = [optimizer.optim.state.get(p) for p in params]
         owners = self.sum(torch.tensor([(self.rank + 1) * bool(part) for part in mine])) - 1
         for i, (p, part, owner) in enumerate(zip(params, mine, owners.tolist(), strict=True)):
-            for name in ("step", "exp_avg", "exp_avg_sq") if owner >= 0 else ():  # -1: no update yet
+            if owner < 0 or self.rank not in (owner, 0):  # -1: no update yet
+                continue
+            for name in ("step", "exp_avg", "exp_avg_sq"):
                 x = part[name].to(p.device) if part else p.new_empty(()) if name == "step" else torch.empty_like(p)
-                if owner and self.rank == owner:
+                if not self.main:
                     dist.send(x, 0)
-                elif owner and self.main:
+                    continue
+                if owner:
                     dist.recv(x, owner)
-                if self.main:
-                    state.setdefault(i, {})[name] = x.cpu()
+                state.setdefault(i, {})[name] = x.cpu()
         return {"state": state, "param_groups": groups}
 
     def print(self, *args):
