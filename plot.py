@@ -79,7 +79,7 @@ def read_log(path):
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the folder of a run of train.py, or its log.jsonl.")
     train, val = [], []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
         except ValueError:  # the half line of a killed run
@@ -92,7 +92,7 @@ def read_log(path):
         elif "val_loss" in line:
             val.append((line["step"], line["val_loss"]))
     if not train:
-        raise ValueError(f"{path} has no train lines yet; wait for the run's first --log_interval steps.")
+        raise ValueError(f"{path} is no log or has no train lines yet; give a run of train.py that has made its first --log_interval steps.")
     step, loss, tokens, hours = np.array(train, float).T
     val_step, val_loss = np.array(val, float).reshape(-1, 2).T
     return {"step": step, "train_loss": loss, "tokens": tokens, "hours": hours, "val_step": val_step, "val_loss": val_loss}
