@@ -4,6 +4,7 @@ How fast the methods train, side by side in one process. One table a run:
     python bench.py                                                      # vanilla and Depth-Attention: 410M on a GPU, tiny on a CPU
     python bench.py --methods=vanilla,depth_attention:depth_stride=4,mhc --shape=3b --batch_size=4
     python bench.py --methods=vanilla --peer=hf_llama                    # against Hugging Face's Llama of the same shape
+    python bench.py --shape=config/compare/vanilla.py --cuda_graph       # eager, and as a CUDA graph: what Python's launches cost
     python bench.py --kernels                                            # each kernel against the bytes it must move
     python bench.py --decode                                             # tokens/s of generate against the memory bandwidth
     python bench.py --profile                                            # where a step's time goes
@@ -45,6 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import configurator
 import model as definitions
 import plan as plan_memory
+from graphs import EAGER_STEPS, GraphedGradients, reason_against
 from model import GPT, GPTConfig
 from plan import peak_flops
 from runlog import device_name
@@ -60,6 +62,7 @@ peer = ""  # hf_llama = Hugging Face's Llama of the same shape as well, compiled
 device = ""  # cpu, cuda, cuda:1, mps; empty = the best there is
 dtype = ""  # bfloat16 or float32 of the matmuls; empty = bfloat16 on CUDA, float32 elsewhere
 compile = True  # torch.compile the layers; on CPUs only if it is given
+cuda_graph = False  # every method once more, with forward and backward as one CUDA graph
 grad_checkpoint = False  # recompute each layer in the backward pass
 cold = False  # also time each method's first step in a process of its own with empty compiler caches
 json = ""  # file for the figures, their command, versions and device
@@ -81,7 +84,7 @@ zero1 = False  # optimizer state spread over the GPUs; not given: as the config 
 train_tokens = 0  # tokens of the run; 0 = what the config file trains on
 
 TABLES = ("kernels", "decode", "profile", "plan")
-SWITCHES = (*TABLES, "cold", "sweep", "zero1", "grad_checkpoint")  # may be written without a value
+SWITCHES = (*TABLES, "cold", "sweep", "zero1", "grad_checkpoint", "cuda_graph")  # may be written without a value
 PLAIN = dict(connector="residual", depth="none", n_loop=1, n_prelude=0, n_coda=0)
 METHODS = {"vanilla": PLAIN, "depth_attention": PLAIN | dict(depth="depth_attention"), "denseformer": PLAIN | dict(connector="denseformer"),
            "attnres": PLAIN | dict(connector="attnres"), "mhc": PLAIN | dict(connector="mhc"), "moda": PLAIN | dict(depth="moda"),
@@ -158,13 +161,24 @@ class Contender:
         self.name, self.model, self.loss, self.flops, self.autocast = name, model, loss, flops, autocast
         self.optimizer, self.needs, self.first_step, self.peak = None, 0, math.nan, 0
         self.turns = []  # lists of milliseconds a step
+        self.graphed = None  # `backward` as a CUDA graph
 
     def gradients(self, x, y):
         """(loss, norm of the gradient) of a batch; leaves the gradient, clipped, in the parameters."""
+        loss = self.graphed(x, y, True) if self.graphed else self.backward(x, y)
+        return loss, torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def backward(self, x, y):
         with self.autocast:
             loss = self.loss(x, y)
         loss.backward()
-        return loss.detach(), torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return loss.detach()
+
+    def as_graph(self, pool):
+        """A contender with the same model and optimizer that replays its forward and backward pass; see graphs.GraphedGradients."""
+        twin = copy.copy(self)
+        twin.name, twin.turns, twin.graphed = f"{self.name}, graph", [], GraphedGradients(self.backward, self.model.parameters(), pool)
+        return twin
 
     def step(self, x, y):
         loss, norm = self.gradients(x, y)
@@ -387,8 +401,17 @@ def assemble(c, listed, batch_size, device, autocast):
             made = make()
             if config and compiled:
                 made[0].model.compile_blocks()
+            if config and c.cuda_graph:
+                against = reason_against(device, grad_checkpoint=c.grad_checkpoint, compiled=compiled and config.connector == "mhc")
+                if against:
+                    failed.append((f"{label}, graph", f"{label} is not recorded as a graph: {against}."))
+                else:
+                    made.append(made[0].as_graph(next((x.graphed.pool for x in contenders if x.graphed), None)))
             for contender in made:
                 first_step(contender, batches, device)
+                if contender.graphed:  # recorded here; the memory that it takes is counted, the time is not
+                    take_turn(contender, batches, EAGER_STEPS, device)
+                    contender.turns.clear()
             if config:
                 error = check(label, config, autocast, DTYPES[c.dtype], device, compiled)
                 print(f"{label}: first step {made[0].first_step:.1f} s; gradient {100 * error:.2g} % from float64", flush=True)
