@@ -27,7 +27,7 @@ from data import shards
 # ----------------------------------------------------------------------------------------------------------------------
 # what is compared
 methods = "vanilla,depth_attention,denseformer,attnres,moda,mhc,depth_attention_dense,looped_vanilla,looped_depth_attention"  # files of config/compare; vanilla comes first
-learning_rates = "2e-3,4e-3,1e-3"  # peak rates to try on vanilla; the first is the one expected to win
+learning_rates = "1e-3,2e-3,4e-3,5e-4"  # peak rates to try on vanilla; the first is the one expected to win
 seeds = 3  # seeds of vanilla and of Depth-Attention
 max_iters = 0  # steps of every run; 0 = as config/compare/base.py says
 data_dir = "data/pycode"  # folder of the shards
@@ -287,7 +287,7 @@ def table_lines(done, methods, data=None):
     groups = groups_of(done)
     spread, freedoms = spread_of(groups)
     lines = ["| method | validation loss | bits per byte | against its control | parameters | tokens/s | time against vanilla | peak memory |", "|---|---|---|---|---|---|---|---|"]
-    speed = {method: statistics.median(r["tokens_per_s"] for runs in rates.values() for r in runs) for method, rates in groups.items()}
+    speed = {method: max(r["tokens_per_s"] for runs in rates.values() for r in runs) for method, rates in groups.items()}
     for method in filter(groups.__contains__, methods):
         runs, control = groups[method][best_rate(groups[method])], CONTROL.get(method, "vanilla")
         loss = f"{mean(runs):.4f}" + (f" ± {statistics.stdev(r['val_loss'] for r in runs):.4f}, {len(runs)} seeds" if len(runs) > 1 else "")
@@ -311,7 +311,8 @@ def notes(done, spread, freedoms, data=None):
     some = next(iter(done.values()))
     told = f"{len(done)} runs of {some['max_iters']:,} steps, {some['tokens'] / 1e6:.1f}M tokens each, on one {some['device']} each (torch {some['versions']['torch']})"
     hours = sum(r["seconds"] or 0 for r in done.values())
-    sentences = [told + (f"; {hours / 60:.0f} minutes of it in all." if hours else ".") + " Every method stands with the best of its learning rates."]
+    sentences = [told + (f"; {hours / 60:.0f} minutes of it in all." if hours else ".") + " Every method stands with the best of its learning rates "
+                 "and the speed of its fastest run, since other work on a machine slows a run and nothing speeds one up."]
     if data:
         tokens = data["tokens"]
         sentences += [f"The data hold {tokens['train'] / 1e6:.1f}M tokens, of which a run reads {some['tokens'] / tokens['train']:.2f} epochs, and {tokens['val'] / 1e6:.2f}M for validation."]
