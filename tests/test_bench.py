@@ -16,11 +16,13 @@ from model import GPT, GPTConfig
 
 TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_inner=64, block_size=16, vocab_size=64, mhc_sinkhorn_iters=2)
 CPU = torch.device("cpu")
+BATCHES = bench.BATCHES
 
 
 @pytest.fixture(autouse=True)
 def tiny_shape(monkeypatch):
     monkeypatch.setitem(bench.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(bench, "BATCHES", 1)  # takes the time of a test; what the others are for is tested below
 
 
 def run(tmp_path, *argv):
@@ -105,6 +107,61 @@ def test_a_wrong_gradient_of_a_kernel_is_found(kernels, monkeypatch):
     monkeypatch.setattr(kernels, "_swiglu_backward", lambda *args: float("nan") * right(*args))
     with pytest.raises(ValueError, match="nan %"):
         check()
+
+
+@pytest.fixture
+def rounded_elsewhere(monkeypatch):
+    """The path that is timed rounds after the norm's weight instead of before it: another bfloat16 than the definitions', as good as theirs."""
+    right = definitions.RMSNorm.forward
+
+    def forward(self, x):
+        return definitions.rms_norm(x.float(), self.weight, self.eps).type_as(x) if definitions.use_kernels and x.dtype == torch.bfloat16 else right(self, x)
+    monkeypatch.setattr(definitions.RMSNorm, "forward", forward)
+
+
+def check_in_bfloat16(monkeypatch, connector, seed):
+    monkeypatch.setattr(bench, "BATCHES", BATCHES)
+    monkeypatch.setattr(torch, "seed", lambda: seed)
+    return bench.check(connector, GPTConfig(**TINY, connector=connector), torch.autocast("cpu", torch.bfloat16), torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("seed", [4, 14])
+def test_the_luck_of_rounding_refuses_no_method(rounded_elsewhere, monkeypatch, seed):
+    """With one batch of these seeds mHC's few numbers are three times as far away as the definitions', which happen to be near."""
+    assert check_in_bfloat16(monkeypatch, "mhc", seed) < 0.05
+
+
+def test_a_wrong_gradient_of_few_numbers_is_found(rounded_elsewhere, monkeypatch):
+    def finish(self, state, norm):
+        r = torch.softmax(self.reduce_logits, 0)
+        r = 1.5 * r - 0.5 * r.detach() if definitions.use_kernels and r.dtype == torch.float32 else r
+        return norm(sum(r[j].type_as(x) * x for j, x in enumerate(state)))
+    monkeypatch.setattr(definitions.MHC, "finish", finish)
+    with pytest.raises(ValueError, match="that of connector.reduce_logits is"):
+        check_in_bfloat16(monkeypatch, "mhc", 0)
+
+
+def test_a_source_without_its_gradient_is_found(rounded_elsewhere, monkeypatch):
+    right = definitions.Aggregator.forward
+
+    def forward(self, sources):
+        timed = definitions.use_kernels and sources[0].dtype == torch.bfloat16
+        return right(self, [sources[0].detach(), *sources[1:]] if timed else sources)
+    assert check_in_bfloat16(monkeypatch, "attnres", 0) < 0.05
+    monkeypatch.setattr(definitions.Aggregator, "forward", forward)
+    with pytest.raises(ValueError, match="attnres is wrong against float64"):
+        check_in_bfloat16(monkeypatch, "attnres", 0)
+
+
+@pytest.mark.parametrize("n_embd", [32, 512])
+def test_the_check_scores_attnres_sources_alike_at_any_width(n_embd):
+    """Scores of about 1: softmaxes that neither ignore a source nor are so sharp that bfloat16 takes their gradient away."""
+    torch.manual_seed(0)
+    model = GPT(bench.reduced(GPTConfig(**TINY | dict(n_embd=n_embd), connector="attnres")))
+    bench.perturb(model)
+    site, sources = model.connector.sites[1], torch.randn(3, 100, n_embd)
+    scores = sources @ (site.pseudo_query * site.norm.weight)
+    assert 0.5 < scores.std() < 2 and 0.4 < site.recency_bias < 1.6
 
 
 def test_a_wrong_method_is_not_timed_and_the_others_are(tmp_path, monkeypatch):
