@@ -237,12 +237,15 @@ def hf_llama(config):
     """transformers' LlamaForCausalLM with the shape of a GPTConfig, randomly initialised. Raises ValueError without transformers."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("--peer=hf_llama needs the package transformers, which is not installed.")
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    # "sdpa" under another name, for which transformers makes no mask: under torch.compile it makes one, and with a mask SDPA has none of its fast kernels
+    AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
     return LlamaForCausalLM(LlamaConfig(
         hidden_size=config.n_embd, intermediate_size=config.n_inner, num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,
         num_key_value_heads=config.n_kv_head, head_dim=config.head_dim, vocab_size=config.vocab_size, max_position_embeddings=config.block_size,
         rms_norm_eps=config.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        initializer_range=config.init_std, tie_word_embeddings=config.tie_embeddings, attn_implementation="sdpa"))
+        initializer_range=config.init_std, tie_word_embeddings=config.tie_embeddings, attn_implementation="sdpa_causal"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

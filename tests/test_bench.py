@@ -364,6 +364,22 @@ def test_peer_of_the_same_shape(tmp_path):
     assert [row["method"] for row in run(tmp_path, "--decode", "--methods=vanilla", "--new_tokens=4")["rows"]] == ["vanilla", "hf_llama"]
 
 
+def test_the_compiled_peer_attends_without_a_mask():
+    """With one SDPA would run none of its fast kernels, and the comparison would flatter us."""
+    pytest.importorskip("transformers")
+    llama, idx, calls = bench.hf_llama(GPTConfig(**TINY)), torch.arange(16)[None], []
+
+    def backend(traced, example_inputs):
+        calls.extend(node for node in traced.graph.nodes if "scaled_dot_product_attention" in str(node.target))
+        return traced.forward
+    compiled = torch.compile(llama, backend=backend)(input_ids=idx, labels=idx, use_cache=False).loss
+    assert len(calls) == TINY["n_layer"] and all(call.kwargs["attn_mask"] is None and call.kwargs["is_causal"] for call in calls)
+    torch.testing.assert_close(compiled, llama(input_ids=idx, labels=idx, use_cache=False).loss)
+    llama.set_attn_implementation("eager")
+    torch.testing.assert_close(compiled, llama(input_ids=idx, labels=idx, use_cache=False).loss)
+
+
+
 @pytest.mark.slow
 def test_cold_start_is_measured_in_a_process_of_its_own(tmp_path):
     row, = run(tmp_path, "--cold", "--methods=vanilla", "--steps=2")["rows"]
