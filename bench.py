@@ -72,6 +72,7 @@ decode = False  # generation against the memory bandwidth and Hugging Face's gen
 profile = False  # the device time of a step by kind of kernel
 plan = False  # memory and time of a training run, from its config alone
 # of --kernels
+only = ""  # beginnings of the kernels' names, separated by commas; empty = all
 sweep = False  # also time each kernel with the launch settings next to its own
 # of --decode
 prompt_tokens = 128  # length of the prompt
@@ -941,7 +942,12 @@ def kernel_table(c, device, _):
     name, file, fields, B = read_shape(c, device)
     config, dtype = GPTConfig(**fields), DTYPES[c.dtype]
     B, T = (B, config.block_size) if device.type == "cuda" else (1, 16)
-    bandwidth, rows, failed, notes, cases = copy_bandwidth(device), [], [], [], all_cases(config, device, dtype)
+    wanted, every = tuple(name.strip() for name in c.only.split(",")), all_cases(config, device, dtype)  # of nothing given: (""), which everything begins with
+    attends = any(word.startswith(wanted) for word in ("attention", "moda_attention"))
+    cases = [case for case in every if case.name.startswith(wanted) or attends and case.name.startswith("moda_attention")]  # timed there, and so checked
+    if not cases:
+        raise ValueError(f"--only={c.only} begins the name of no kernel; there are {'; '.join(dict.fromkeys(case.name.split(',')[0] for case in every))}; attention.")
+    bandwidth, rows, failed, notes = copy_bandwidth(device), [], [], []
     for case, error in zip(cases, check_all(cases, fields, device, dtype), strict=True):
         try:
             if isinstance(error, str):
@@ -952,7 +958,7 @@ def kernel_table(c, device, _):
         except (ValueError, RuntimeError) as error:  # the latter also for want of memory
             failed.append(f"{case.name}: {error}")
     try:
-        rows += map(say, attention_rows(config, B, T, bandwidth, device, dtype, notes))
+        rows += map(say, attention_rows(config, B, T, bandwidth, device, dtype, notes) if attends else [])
     except RuntimeError as error:
         failed.append(f"Attention and MoDA: {error}")
     title = f"Kernels, shape {name}: {B} x {T} tokens, {c.dtype}; copies run at {bandwidth / 1e9:,.0f} GB/s, which makes the floors (ms)"

@@ -85,6 +85,13 @@ def test_kernels_are_not_timed_where_they_cannot_run(refused, monkeypatch):
     assert "needs a GPU" in refused(bench.main, ["--device=cpu", "--kernels"])
 
 
+def test_some_of_the_kernels(tmp_path, refused, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert [row["kernel"] for row in run(tmp_path, "--kernels", "--shape=tiny", "--only=swig,rms_n")["rows"]] == ["rms_norm", "swiglu"]
+    assert "--only=conv" in refused(bench.main, ["--device=cpu", "--kernels", "--shape=tiny", "--only=conv"])
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # correct before fast
 
