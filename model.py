@@ -35,6 +35,7 @@ class GPTConfig:
     rope_theta: float = 10000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # epsilon of every RMSNorm
     init_std: float = 0.02  # standard deviation of every matrix at initialisation
+    embed_init_std: float = 0.0  # that of the embedding; 0 = init_std. At 0.02 the first layers drown it, at 0.5 they do not
     qk_norm: str = "head"  # RMSNorm of queries and keys: head (one over head_dim), full (OLMo2: over the whole projection), none
     k_norm_after_rope: bool = False  # False = norm, then RoPE (Qwen3); True = keys are rotated first (the Depth-Attention reference)
     norm_order: str = "pre"  # pre = x + F(norm(x)); post = x + norm(F(x)) (OLMo2)
@@ -72,6 +73,8 @@ class GPTConfig:
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         for name in ("rope_theta", "norm_eps", "init_std"):
             self._require(name, getattr(self, name) > 0, "must be positive")
+        self._require("embed_init_std", self.embed_init_std == 0 or self.embed_init_std > 0 and not self.tie_embeddings,
+                      "must not be negative, and needs tie_embeddings=False, since it would be the head's as well")
         self.n_kv_head = self.n_kv_head or self.n_head
         self._require("n_kv_head", self.n_head % self.n_kv_head == 0, f"must divide n_head={self.n_head}")
         if not self.head_dim:
@@ -851,7 +854,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=config.init_std)
+                nn.init.normal_(module.weight, std=module is self.embed and config.embed_init_std or config.init_std)
 
     @classmethod
     def from_pretrained(cls, path_or_repo_id, **overrides):

@@ -40,6 +40,8 @@ ALL = [dict(connector=connector, depth=depth) for connector in CONNECTORS for de
     (dict(rope_theta=0.0), "rope_theta=0.0 must be positive"),
     (dict(norm_eps=-1e-5), "norm_eps=-1e-05 must be positive"),
     (dict(init_std=0.0), "init_std=0.0 must be positive"),
+    (dict(embed_init_std=-0.5), "embed_init_std=-0.5 must not be negative"),
+    (dict(embed_init_std=0.5, tie_embeddings=True), "embed_init_std=0.5 must not be negative, and needs tie_embeddings=False"),
     (dict(rope_theta=math.nan), "rope_theta=nan must be positive"),
     (dict(qk_norm="heads"), "qk_norm='heads' must be one of head, full, none"),
     (dict(norm_order="mid"), "norm_order='mid' must be one of pre, post"),
@@ -93,6 +95,15 @@ def test_state_dict_has_these_keys_and_shapes():
     added = {key: shape for key, shape in shapes(connector="attnres").items() if key not in expected}
     assert added == {f"connector.{s}.{key}": shape for s in [f"sites.{i}" for i in range(6)] + ["final"]
                      for key, shape in {"pseudo_query": (C,), "norm.weight": (C,), "recency_bias": ()}.items()}
+
+
+def test_the_embedding_alone_may_start_larger():
+    models = []
+    for options in (dict(), dict(embed_init_std=0.5)):
+        torch.manual_seed(0)
+        models.append(GPT(GPTConfig(n_layer=2, n_head=4, n_embd=128, vocab_size=1000, block_size=8, **options)).state_dict())
+    for key, value in models[0].items():
+        torch.testing.assert_close(models[1][key], value * 25 if key == "embed.weight" else value)
 
 
 def test_initial_values():
