@@ -61,14 +61,17 @@ class GraphedGradients:
         """
         (function that replays, the loss that it writes). Nothing runs while it is recorded. Autograd graphs of earlier calls must be gone: their
         nodes that add to .grad would be used again, on their own stream, and so would their bfloat16 weights (kernels._cast), now out of date.
+        Ends the program with a sentence if it cannot be recorded, since what a failed recording leaves of the stream and the allocator is not known.
         """
         gc.collect()
         self.pool, graph = self.pool or torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # the prefetcher's thread may go on pinning memory
                 loss = self.gradients(self.x, self.y)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            raise RuntimeError(f"The micro-step could not be recorded as a CUDA graph; --cuda_graph=False trains without one. It says: {error}") from error
+            for cause in (error, error.__context__):  # ending the recording may itself fail, and hide what ended it
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
+            raise SystemExit("error: the micro-step could not be recorded as a CUDA graph; --cuda_graph=False does without one. "
+                             f"PyTorch says: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
         return graph.replay, loss

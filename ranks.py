@@ -123,7 +123,7 @@ def explained_errors(c, ranks):
     except torch.OutOfMemoryError as error:
         raise SystemExit(f"error: rank {ranks.rank} is out of GPU memory at --batch_size={c.batch_size}. Halve it (with --global_batch_size given, "
                          "the results stay the same), or add --grad_checkpoint=True or --zero1=True"
-                         f"{', or leave --cuda_graph away' * c.cuda_graph}. "
+                         f"{', or set --cuda_graph=False' * c.cuda_graph}. "
                          f"PyTorch says: {str(error).splitlines()[0]}") from error
     except Exception as error:
         text = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2]) or type(error).__name__

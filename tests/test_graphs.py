@@ -2,6 +2,7 @@
 graphs.py on a CPU, where a stand-in takes the place of the CUDA graph: it runs the recorded function again, reads the recorded inputs and writes into
 the memory that recording left behind. Everything around it is what runs on a GPU.
 """
+import contextlib
 import functools
 import types
 
@@ -106,17 +107,31 @@ def test_a_loss_that_is_not_finite_still_ends_the_run(recordings, tiny, tmp_path
                                                    "--eval_interval=100"])
 
 
-def test_a_failed_recording_names_the_switch(monkeypatch):
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_failed_recording_names_the_switch_and_want_of_memory_is_told_as_such(monkeypatch, at_the_end):
     graphed = graphs.GraphedGradients(lambda x, y: x.sum(), [])
     monkeypatch.setattr(graphs, "EAGER_STEPS", 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
 
-    def refuse(*args, **options):
-        raise RuntimeError("operation not permitted when stream is capturing")
-    monkeypatch.setattr(torch.cuda, "graph", refuse)
-    with pytest.raises(RuntimeError, match="--cuda_graph=False.*not permitted"):
+    @contextlib.contextmanager
+    def recording(*args, **options):
+        try:
+            yield
+        finally:
+            if at_the_end:
+                raise RuntimeError("operation not permitted when stream is capturing\nSecond line.")
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+
+    def fail(error):
+        def gradients(x, y):
+            raise error
+        graphed.gradients = gradients
         graphed(torch.ones(2), torch.ones(2), True)
+    with pytest.raises(SystemExit, match="^error: .*--cuda_graph=False.*not permitted when stream is capturing$"):
+        fail(RuntimeError("not permitted when stream is capturing"))
+    with pytest.raises(torch.OutOfMemoryError, match="no 4 GB"):
+        fail(torch.OutOfMemoryError("no 4 GB"))
 
 
 def test_no_weight_in_half_precision_outlives_its_backward():
