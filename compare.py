@@ -47,6 +47,7 @@ SPREAD = ("vanilla", "depth_attention")  # the methods that are trained from sev
 COST = {"denseformer": 1.2, "attnres": 1.2, "moda": 1.5, "mhc": 2.0}  # time of a run over vanilla's, as long as none of its own has been measured
 TITLES = {"vanilla": "vanilla", "depth_attention": "Depth-Attention, stride 12", "depth_attention_dense": "Depth-Attention, stride 6", "denseformer": "DenseFormer",
           "attnres": "AttnRes", "moda": "MoDA", "mhc": "mHC, 4 streams", "looped_vanilla": "12 layers run twice", "looped_depth_attention": "the same with Depth-Attention"}
+OWN = ("out_dir", "init_from", "data_dir", "learning_rate", "min_lr", "seed", "max_iters")  # options of train.py that belong to a run's name and place
 STOP_SECONDS = 20  # before the end of the time, when runs are told to save themselves
 
 
@@ -203,7 +204,7 @@ def train_all(c, methods, rates):
     slots = list(range(c.gpus or max(1, torch.cuda.device_count())))
     on_gpus, end = torch.cuda.is_available(), time.monotonic() + (c.seconds or math.inf) - STOP_SECONDS
     running, failed, done = {}, [], read_results(configurator.ROOT / c.results)  # running: slot -> (run, process, time of its start)
-    check_steps(c, done)
+    check_steps(c, done, c.max_iters or configurator.configure(configurator.ROOT / "train.py", ["config/compare/base.py"], model_fields=True).max_iters)
     try:
         while time.monotonic() < end:
             for slot in [slot for slot, (_, process, _) in running.items() if process.poll() is not None]:
@@ -238,11 +239,12 @@ def can_end(c, run, done, left):
     return left > STOP_SECONDS if c.cut or expected is None else left > expected
 
 
-def check_steps(c, done):
-    """Raises ValueError if runs of another length are among the results: they must not stand in one table."""
+def check_steps(c, done, steps):
+    """Raises ValueError if runs of another length than `steps` are among the results: they must not stand in one table."""
     for run, result in done.items():
-        if c.max_iters not in (0, result["max_iters"]):
-            raise ValueError(f"{c.results} holds {run.name}, a run of {result['max_iters']} steps, but --max_iters={c.max_iters} was given; give another --results and --out_dir.")
+        if result["max_iters"] != steps:
+            why = f"--max_iters={steps} was given" if c.max_iters else f"the others have {steps}"
+            raise ValueError(f"{c.results} holds {run.name}, a run of {result['max_iters']} steps, but {why}; give another --results and --out_dir, or that --max_iters.")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -335,6 +337,8 @@ def read_options(c):
     except ValueError:
         rates = []
     require("learning_rates", rates and all(0 < rate < math.inf for rate in rates), "must be positive numbers separated by commas")
+    taken = [option for option in c.options.split() if option.lstrip("-").partition("=")[0] in OWN]
+    require("options", not taken, f"must leave {' and '.join(taken)} away, which compare.py sets itself for every run")
     require("seeds", c.seeds >= 1, "must be at least 1")
     for name in ("max_iters", "gpus", "seconds"):
         require(name, getattr(c, name) >= 0, "must not be negative")
@@ -350,11 +354,15 @@ def main(argv=None):
             done = read_results(configurator.ROOT / c.results)
             if not done:
                 raise ValueError(f"{configurator.ROOT / c.results} holds no log of a finished run yet; run python compare.py first.")
+            check_steps(c, done, c.max_iters or next(iter(done.values()))["max_iters"])
             file = configurator.ROOT / c.results / "data.json"
             return print("\n".join(table_lines(done, methods, json.loads(file.read_text(encoding="utf-8")) if file.exists() else None)))
         note_data(c)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: stopped by SIGTERM; the same command goes on."))
-        failed = train_all(c, methods, rates)
+        try:
+            failed = train_all(c, methods, rates)
+        except KeyboardInterrupt:
+            raise SystemExit("error: stopped by Ctrl-C; the same command goes on.") from None
     if failed:
         raise SystemExit(f"error: {len(failed)} runs failed: {', '.join(run.name for run in failed)}; the last lines of their console.txt say why.")
 

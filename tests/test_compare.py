@@ -97,7 +97,7 @@ def launch(corpus, tmp_path, monkeypatch):
             return subprocess.Popen(["sh", "-c", command])
         monkeypatch.setattr(compare, "start", start)
         monkeypatch.setattr(compare.time, "sleep", lambda seconds, wait=compare.time.sleep: wait(seconds / 10))
-        compare.main([f"--data_dir={corpus}", f"--out_dir={tmp_path / 'runs'}", f"--results={tmp_path / 'results'}", "--learning_rates=2,1", "--seeds=1",
+        compare.main([f"--data_dir={corpus}", f"--out_dir={tmp_path / 'runs'}", f"--results={tmp_path / 'results'}", "--learning_rates=2,1", "--seeds=1", "--max_iters=10",
                       "--methods=vanilla,moda,mhc", *argv])
         return begun
     return call
@@ -131,6 +131,15 @@ def test_what_is_cut_is_continued(launch, tmp_path, capsys, monkeypatch):
     assert launch(lambda run: (4.0, 10, "exit 0"))[0] == Run("vanilla", 1.0, 1)
     last = json.loads((tmp_path / "results/vanilla_lr1_seed1.jsonl").read_text().splitlines()[-1])
     assert last["seconds"] >= 0.9  # of both processes
+
+
+def test_ctrl_c_ends_with_a_sentence_and_saves(launch, monkeypatch, capsys):
+    def sleep(seconds):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(compare.time, "sleep", sleep)
+    with pytest.raises(SystemExit, match="error: stopped by Ctrl-C; the same command goes on."):
+        launch(lambda run: (4.0, 5, "exec sleep 30"))
+    assert "vanilla, learning rate 2, seed 1: stopped and saved; the same command continues it." in capsys.readouterr().out
 
 
 def test_what_cannot_end_in_time_is_not_begun(launch, tmp_path):
@@ -192,6 +201,8 @@ def test_the_readme_has_the_table_of_the_committed_logs():
 
 def test_mistakes_are_said(refused, corpus, tmp_path):
     write_log(tmp_path / "held", Run("vanilla", 1.0, 1), 3.0)
+    for lr, steps in ((1.0, 10), (2.0, 20)):
+        write_log(tmp_path / "mixed", Run("vanilla", lr, 1), 3.0, steps=steps)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/data.json").write_text('{"tokens": {"train": 1, "val": 1}}')
     whole = write_log(tmp_path / "cut", Run("vanilla", 1.0, 1), 3.0)
@@ -203,5 +214,9 @@ def test_mistakes_are_said(refused, corpus, tmp_path):
                            (["--learning_rates=0"], "must be positive numbers"), (["--seeds=0"], "--seeds=0 must be at least 1"), (["--gpus=-1"], "--gpus=-1 must not be negative"),
                            (["--table", f"--results={tmp_path}"], "holds no log of a finished run yet"), ([f"--data_dir={tmp_path}"], "expected token shards"),
                            ([f"--data_dir={corpus}", f"--results={tmp_path / 'held'}", "--max_iters=11"], "a run of 10 steps, but --max_iters=11 was given"),
+                           ([f"--data_dir={corpus}", f"--results={tmp_path / 'held'}"], "a run of 10 steps, but the others have 1000"),
+                           (["--table", f"--results={tmp_path / 'held'}", "--max_iters=11"], "a run of 10 steps, but --max_iters=11 was given"),
+                           (["--table", f"--results={tmp_path / 'mixed'}"], "vanilla_lr2_seed1, a run of 20 steps, but the others have 10"),
+                           (["--options=--dtype=float32 --seed=7"], "must leave --seed=7 away"),
                            ([f"--data_dir={corpus}", f"--results={tmp_path / 'other'}"], "read other data than")):
         assert sentence in refused(compare.main, argv)
