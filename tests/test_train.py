@@ -148,6 +148,18 @@ def test_resuming_takes_what_is_not_given_from_the_run(tiny, tmp_path, capsys):
     assert "max_iters 6 -> 8" in capsys.readouterr().out
 
 
+def test_a_run_from_before_an_option_was_there_resumes_with_its_default(tiny, tmp_path, refused):
+    train.main([*tiny, "--max_iters=2"])
+    path = tmp_path / "out/ckpt_last.pt"
+    state = torch.load(path, weights_only=True)
+    del state["config"]["n_coda"], state["config"]["cuda_graph"]
+    torch.save(state, path)
+    again = [f"--out_dir={tmp_path / 'out'}", "--init_from=resume", "--max_iters=3"]
+    assert "n_coda is 0 in the checkpoint, 1 now" in refused(train.main, [*again, "--n_loop=2", "--n_coda=1"])
+    train.main(again)
+    assert torch.load(path, weights_only=True)["step"] == 3
+
+
 @pytest.mark.parametrize("other", ["--block_size=8", "--n_layer=3", "--connector=mhc", "--depth=depth_attention", "--n_loop=2", "--n_embd=32",
                                    "--norm_eps=1e-6", "--vocab_size=12"])
 def test_case_24_another_model_is_not_resumed(refused, finished, other):
