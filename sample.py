@@ -52,6 +52,8 @@ def prompt_ids(start, tokenizer):
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"--start=FILE:{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8.") from error
+        except OSError as error:
+            raise ValueError(f"--start=FILE:{path} cannot be read ({error.strerror}); give a text file that is there.") from error
     return tokenizer.encode(text) or [tokenizer.eot or 0]
 
 

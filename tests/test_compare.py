@@ -217,6 +217,8 @@ def test_mistakes_are_said(refused, corpus, tmp_path):
                            ([f"--data_dir={corpus}", f"--results={tmp_path / 'held'}"], "a run of 10 steps, but the others have 1000"),
                            (["--table", f"--results={tmp_path / 'held'}", "--max_iters=11"], "a run of 10 steps, but --max_iters=11 was given"),
                            (["--table", f"--results={tmp_path / 'mixed'}"], "vanilla_lr2_seed1, a run of 20 steps, but the others have 10"),
+                           ([f"--data_dir={corpus}", f"--results={__file__}/x"], "cannot be made (Not a directory); give a folder"),
+                           ([f"--data_dir={corpus}", f"--results={tmp_path / 'fresh'}", f"--out_dir={__file__}"], f"--out_dir={__file__} cannot be made (File exists)"),
                            (["--options=--dtype=float32 --seed=7"], "must leave --seed=7 away"),
                            ([f"--data_dir={corpus}", f"--results={tmp_path / 'other'}"], "read other data than")):
         assert sentence in refused(compare.main, argv)
