@@ -343,6 +343,19 @@ def check(name, config, autocast, dtype, device, compiled=False):
     return total
 
 
+def check_replay(eager, graph, x, y):
+    """Raises ValueError unless what the graph replays leaves the gradients that its own eager twin leaves: the same kernels, so nearly the same bits."""
+    found = []
+    for backward in (eager.backward, lambda x, y: graph.graphed(x, y, True)):
+        backward(x, y)
+        found.append([p.grad.clone() for p in eager.model.parameters() if p.grad is not None])
+        eager.optimizer.zero_grad(set_to_none=True)
+    wanted, replayed = found
+    norms = [torch.stack(torch._foreach_norm(gradients)).norm().item() for gradients in (torch._foreach_sub(replayed, wanted), wanted)]
+    if not norms[0] <= 1e-4 * norms[1]:
+        raise ValueError(f"{graph.name} leaves a gradient that is {100 * norms[0] / norms[1]:.2g} % away from the eager one. It is not timed.")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # time
 
@@ -434,6 +447,7 @@ def assemble(c, listed, batch_size, device, autocast):
                 if contender.graphed:  # recorded here; the memory that it takes is counted, the time is not
                     take_turn(contender, batches, EAGER_STEPS, device)
                     contender.turns.clear()
+                    check_replay(*made, *batches[0])
             if config:
                 error = check(label, config, autocast, DTYPES[c.dtype], device, compiled)
                 print(f"{label}: first step {made[0].first_step:.1f} s; gradient {100 * error:.2g} % from float64", flush=True)

@@ -57,11 +57,13 @@ class Config(types.SimpleNamespace):
 
 @contextlib.contextmanager
 def clean_errors():
-    """Turns a user's mistake (a ValueError or OSError, whose text is a sentence in this repository) into a clean exit."""
+    """Turns a user's mistake (a ValueError or OSError, whose text is a sentence in this repository) and Ctrl-C into a clean exit."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("error: stopped by Ctrl-C.") from None
 
 
 def find(path):

@@ -149,7 +149,7 @@ def test_bench_shows_both(recordings, monkeypatch):
     c = types.SimpleNamespace(cuda_graph=True, compile=False, peer="", grad_checkpoint=False, given=set(), dtype="float32", device="cpu")
     listed = [("vanilla", GPTConfig(**bench.SHAPES["tiny"])), ("moda", GPTConfig(**bench.SHAPES["tiny"], depth="moda"))]
     contenders, failed, batches = bench.assemble(c, listed, 2, CPU, bench.contextlib.nullcontext())
-    assert [x.name for x in contenders] == ["vanilla", "vanilla, graph", "moda", "moda, graph"] and not failed and recordings == [2, 2]
+    assert [x.name for x in contenders] == ["vanilla", "vanilla, graph", "moda", "moda, graph"] and not failed and recordings == [3, 3]
     x, y = batches[0]
     for eager, graph in zip(contenders[::2], contenders[1::2], strict=True):
         before = {name: p.detach().clone() for name, p in eager.model.named_parameters()}
@@ -158,3 +158,6 @@ def test_bench_shows_both(recordings, monkeypatch):
         b = [value.item() for value in graph.gradients(x, y)]
         eager.optimizer.zero_grad(set_to_none=True)
         assert a == b and all(torch.equal(before[name], p) for name, p in graph.model.named_parameters()) and not graph.turns
+    graph.graphed = lambda x, y, first: graph.backward(2 * x % 64, y)
+    with pytest.raises(ValueError, match="moda, graph leaves a gradient"):
+        bench.check_replay(eager, graph, x, y)
