@@ -169,6 +169,10 @@ def _parts(K):
     return width, triton.next_power_of_2(parts), first, triton.next_power_of_2(parts - first) if parts > first else 0
 
 
+# PTX: once more, until all words have their tags, or for seconds: an error, not for ever
+_AGAIN = tl.constexpr("add.u32 tries, tries, 1; setp.gt.u32 go, tries, 4000000; @go trap; setp.ne.b32 go, left, 0; @go bra AGAIN;")
+
+
 @triton.constexpr_function
 def _receive(loads, pointers, pack):
     """PTX that reads words, each load (pointer, offset in bytes, bytes of a word, its number or -1), until all have their tags: see `_received`."""
@@ -176,16 +180,33 @@ def _receive(loads, pointers, pack):
     wide = [load[2] == 8 for load in loads for _ in range(pack)]
     which = [load[3] for load in loads for _ in range(pack)]
     at = [f"[${out + load[0] * pack + e}+{load[1]}]" for load in loads for e in range(pack)]
-    body = [f".reg .pred go, on<8>; .reg .b32 left, tries; .reg .b64 w<{out}>; .reg .b32 u<{out}>, v<{out}>, t<{out}>;", "mov.b32 tries, 0;"]
-    body += [f"setp.gt.s32 on{n}, ${tag + 2 * pack}, {n};" for n in sorted(set(which)) if n >= 0]
-    body += [f"mov.b64 w{i}, {{0, ${tag}}};" if wide[i] else f"mov.b32 u{i}, ${tag + pack};" for i in range(out) if which[i] >= 0]
+    body = [f".reg .pred go, on<{out}>; .reg .b32 left, tries; .reg .b64 w<{out}>; .reg .b32 u<{out}>, v<{out}>, t<{out}>;", "mov.b32 tries, 0;"]
+    asked = [i for i in range(out) if which[i] >= 0]
+    body += [f"setp.gt.s32 on{i}, ${tag + 2 * pack + i % pack}, {which[i]}; " + (f"mov.b64 w{i}, {{0, ${tag}}};" if wide[i] else f"mov.b32 u{i}, ${tag + pack};") for i in asked]
     body += ["AGAIN:", "mov.b32 left, 0;"]
-    body += [(f"@on{which[i]} " if which[i] >= 0 else "") + (f"ld.relaxed.gpu.global.b64 w{i}, {at[i]};" if wide[i] else f"ld.relaxed.gpu.global.b32 u{i}, {at[i]};")
-             for i in range(out)]
+    body += [(f"@on{i} " if i in asked else "") + (f"ld.relaxed.gpu.global.b64 w{i}, {at[i]};" if wide[i] else f"ld.relaxed.gpu.global.b32 u{i}, {at[i]};") for i in range(out)]
     body += [(f"mov.b64 {{v{i}, t{i}}}, w{i}; xor.b32 t{i}, t{i}, ${tag};" if wide[i] else
               f"and.b32 v{i}, u{i}, 0xffff0000; and.b32 t{i}, u{i}, 0xffff; xor.b32 t{i}, t{i}, ${tag + pack};") + f" or.b32 left, left, t{i};" for i in range(out)]
-    body += ["add.u32 tries, tries, 1; setp.gt.u32 go, tries, 4000000; @go trap;", "setp.ne.b32 go, left, 0; @go bra AGAIN;"]  # seconds: an error, not for ever
-    return "{" + "\n".join(body + [f"mov.b32 ${i}, v{i};" for i in range(out)]) + "}"
+    return "{" + "\n".join(body + [_AGAIN.value] + [f"mov.b32 ${i}, v{i};" for i in range(out)]) + "}"
+
+
+@triton.constexpr_function
+def _receive_heads(queries, D, threads):
+    """PTX that reads the words of queries, a key and a value, each by one thread, and gives all threads their numbers (as halves) through shared memory."""
+    words, outputs = (queries + 2) * D, 2 * queries + 4
+    each, q = -(-words // threads), outputs
+    k, half, tag = q + 1, q + 2, q + 3
+    body = [f".shared .align 16 .b32 heads[{words}]; .reg .pred on<{each}>, go; .reg .b32 id, i<{each}>, left, tries, base, at, v<{each}>, t<{each}>; .reg .b64 w<{each}>, a<{each}>, o;",
+            "mov.u32 id, %tid.x; mov.u32 base, heads; mov.b32 tries, 0;"]
+    for j in range(each):
+        body += [f"add.u32 i{j}, id, {j * threads}; setp.lt.u32 on{j}, i{j}, {words}; mov.b64 w{j}, {{0, ${tag}}}; setp.lt.u32 go, i{j}, {queries * D};",
+                 f"selp.b64 o, ${q}, ${k}, go; selp.b32 left, 0, {queries * D}, go; sub.u32 left, i{j}, left; mad.wide.u32 a{j}, left, 8, o;"]
+    body += ["AGAIN:", "mov.b32 left, 0;"]
+    body += [f"@on{j} ld.relaxed.gpu.global.b64 w{j}, [a{j}];" for j in range(each)]
+    body += [f"mov.b64 {{v{j}, t{j}}}, w{j}; xor.b32 t{j}, t{j}, ${tag}; or.b32 left, left, t{j};" for j in range(each)]
+    body += [_AGAIN.value] + [f"mad.lo.u32 at, i{j}, 4, base; @on{j} st.shared.b32 [at], v{j};" for j in range(each)]
+    body += ["bar.sync 0;", f"mad.lo.u32 at, ${half}, 4, base;"] + [f"ld.shared.b32 ${n}, [at+{2 * D * n}];" for n in range(outputs)]
+    return "{" + "\n".join(body) + "}"
 
 
 @triton.constexpr_function
@@ -194,20 +215,19 @@ def _constraints(outputs, pointers, pack):
 
 
 @triton.constexpr_function
-def _plain(size):
-    return [(0, 0, size, -1)]
+def _constraints_heads(outputs):
+    return ",".join(["=r"] * outputs + ["l", "l", "r", "r"])
 
 
 @triton.constexpr_function
-def _heads(queries, D):
-    """Of queries and then of a key and a value, all as halves."""
-    return [(0, 4 * D * half, 8, -1) for half in range(2 * queries)] + [(1, 4 * D * half, 8, -1) for half in range(4)]
+def _plain(size, masked):
+    return [(0, 0, size, 0 if masked else -1)]
 
 
 @triton.constexpr_function
-def _four(size, H, D):
+def _four(size, H, D, copies):
     """Of four splits, a word of the output and one of the log-sum-exp."""
-    return [(0, s * H * D * size, size, s) for s in range(4)] + [(1, s * H * 8, 8, s) for s in range(4)]
+    return [(0, s * H * D * size, size, s) for s in range(4)] + [(1, s * H * 8 * copies, 8, s) for s in range(4)]
 
 
 @triton.constexpr_function
@@ -217,8 +237,9 @@ def _pack(numbers, threads):
 
 
 @triton.constexpr_function
-def _store(size):
-    return f"{{.reg .pred on; setp.ne.b32 on, $3, 0; @on st.relaxed.gpu.global.b{8 * size} [$1], $2; mov.b32 $0, 0;}}"
+def _store(size, once):
+    only = ".reg .b32 id; mov.u32 id, %tid.x; setp.lt.and.u32 on, id, 32, on; " if once else ""
+    return f"{{.reg .pred on; setp.ne.b32 on, $3, 0; {only}@on st.relaxed.gpu.global.b{8 * size} [$1], $2; mov.b32 $0, 0;}}"
 
 
 @triton.constexpr_function
@@ -234,8 +255,11 @@ def _small(tag):
 
 
 @triton.jit
-def _send(words, place, value, tag, mask, GRID: tl.constexpr):
-    """Stores numbers as words: float32 and its tag in 8 bytes, or bfloat16 and its tag in 4. A store of that size arrives whole."""
+def _send(words, place, value, tag, mask, GRID: tl.constexpr, ALIKE: tl.constexpr = False):
+    """
+    Stores numbers as words: float32 and its tag in 8 bytes, or bfloat16 and its tag in 4. A store of that size arrives whole. ALIKE: all warps have all
+    the numbers, and one stores them.
+    """
     SIZE: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // 8
     if words.dtype.element_ty == tl.int64:
         word = (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (tag.to(tl.int64) << 32)
@@ -244,7 +268,7 @@ def _send(words, place, value, tag, mask, GRID: tl.constexpr):
     if GRID == 1:
         tl.store(words + place, word, mask=mask)
     else:  # not tl.store, for which numbers would first be spread over the threads in order, through shared memory
-        tl.inline_asm_elementwise(_store(SIZE), "=r,l,l,r" if SIZE == 8 else "=r,l,r,r", [(words + place).to(tl.int64), word, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(_store(SIZE, ALIKE), "=r,l,l,r" if SIZE == 8 else "=r,l,r,r", [(words + place).to(tl.int64), word, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -265,16 +289,16 @@ def _received(words, K: tl.constexpr, tag, THREADS: tl.constexpr, GRID: tl.const
     SIZE: tl.constexpr = words.dtype.element_ty.primitive_bitwidth // 8
     PACK: tl.constexpr = _pack(PARTS * WIDTH, THREADS)
     cols = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    MASKED: tl.constexpr = PARTS * WIDTH > K  # all programs asking for the last word over and over would be slow
     place = words + tl.minimum(cols, K - 1)
     if GRID == 1:
         x = _number(place, cols < K)
     else:
         x, turn = tl.zeros([PARTS, WIDTH], tl.float32), 0
         while turn < 1:  # only so that Triton does not read a second time what it wants in another layout
-            x = tl.inline_asm_elementwise(_receive(_plain(SIZE), 1, PACK), _constraints(1, 1, PACK), [place, tag, _small(tag), 0], dtype=tl.float32, is_pure=False, pack=PACK)
+            x = tl.inline_asm_elementwise(_receive(_plain(SIZE, MASKED), 1, PACK), _constraints(1, 1, PACK), [place, tag, _small(tag), (cols < K).to(tl.int32)],
+                                          dtype=tl.float32, is_pure=False, pack=PACK)
             turn += 1
-    if PARTS * WIDTH > K:
-        x = tl.where(cols < K, x, 0.0)
     return x
 
 
@@ -406,7 +430,7 @@ def _halves(k, v, at, end, D: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, scale, tag, H: tl.constexpr, G: tl.constexpr,
             GROUP: tl.constexpr, D: tl.constexpr, N_: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, BLOCK: tl.constexpr,
-            SPLITS: tl.constexpr, GRID: tl.constexpr):
+            SPLITS: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
     """
     Attention of a head to one part of the cache. A head's first part has the new token besides: its program finishes the key, mixes the value over depth
     and writes both into the cache. All heads that share them write the same, so that a program reads, as sources in later layers, what it has
@@ -442,7 +466,7 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
             if GRID > 1:
                 x, turn = (tl.zeros([HALF], tl.float32),) * (2 * QUERIES + 4), 0
                 while turn < 1:  # as in _received
-                    x = tl.inline_asm_elementwise(_receive(_heads(QUERIES, D), 2, 1), _constraints(2 * QUERIES + 4, 2, 1), [q_at, k_at, tag, _small(tag), 0],
+                    x = tl.inline_asm_elementwise(_receive_heads(QUERIES, D, THREADS), _constraints_heads(2 * QUERIES + 4), [(q_at - half).to(tl.int64), (k_at - half).to(tl.int64), half, tag],
                                                   dtype=(tl.float32,) * (2 * QUERIES + 4), is_pure=False, pack=1)
                     turn += 1
             else:
@@ -454,21 +478,26 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
             new_ka, new_kb = _finish(x[2 * QUERIES], x[2 * QUERIES + 1], kwa, kwb, c, s, eps, D, NORM, True, NORM_LAST)
             new_va, new_vb = x[2 * QUERIES + 2], x[2 * QUERIES + 3]
             qa, qb = _finish(x[0], x[1], qwa, qwb, c, s, eps, D, NORM, True, False)
-            if N_ > 0:  # the softmax over depth of model.depth_mix, source by source
+            if N_ > 0:  # the softmax over depth of model.depth_mix
                 mean_a, mean_b = qa, qb
                 for j in tl.static_range(1, GROUP):
                     a, b = _finish(x[2 * j], x[2 * j + 1], qwa, qwb, c, s, eps, D, NORM, True, False)
                     mean_a, mean_b = mean_a + a, mean_b + b
                     qa, qb = tl.where(head % GROUP == j, a, qa), tl.where(head % GROUP == j, b, qb)
                 mean_a, mean_b = mean_a * (scale / GROUP), mean_b * (scale / GROUP)
-                best, mass = tl.sum(mean_a * new_ka + mean_b * new_kb, 0), 1.0
+                best = tl.sum(mean_a * new_ka + mean_b * new_kb, 0)
+                scores, top_score = (best,), best
+                for j in tl.static_range(N_):  # all the sums first: they do not wait for each other
+                    index, a, b, ua, ub = read[j]
+                    depth_score = tl.sum(mean_a * a.to(tl.float32) + mean_b * b.to(tl.float32), 0)
+                    scores = scores + (tl.where(index >= 0, depth_score, float("-inf")),)
+                    top_score = tl.maximum(top_score, scores[j + 1])
+                mass = tl.exp(best - top_score)
+                new_va, new_vb = new_va * mass, new_vb * mass
                 for j in tl.static_range(N_):
                     index, a, b, ua, ub = read[j]
-                    depth_score = tl.sum(mean_a * a.to(tl.float32) + mean_b * b.to(tl.float32), 0) + tl.where(index >= 0, 0.0, float("-inf"))
-                    better = tl.maximum(best, depth_score)
-                    less, e = tl.exp(best - better), tl.exp(depth_score - better)
-                    new_va, new_vb = new_va * less + ua.to(tl.float32) * e, new_vb * less + ub.to(tl.float32) * e
-                    mass, best = mass * less + e, better
+                    e = tl.exp(scores[j + 1] - top_score)
+                    mass, new_va, new_vb = mass + e, new_va + ua.to(tl.float32) * e, new_vb + ub.to(tl.float32) * e
                 new_va, new_vb = new_va / mass, new_vb / mass
             new_score = tl.where(own, tl.sum(qa * new_ka + qb * new_kb, 0) * scale, float("-inf"))
 
@@ -489,9 +518,9 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
             p = tl.exp(new_score - best)
             total, oa, ob = tl.sum(total * share, 0) + p, oa + p * new_va, ob + p * new_vb
             place = (split * H + head) * D + half
-            _send(part, place, oa / total, tag, half < HALF, GRID)
-            _send(part, place + HALF, ob / total, tag, half < HALF, GRID)
-            _send(lse, split * H + head + half, best + tl.log(total), tag, half < 1, GRID)
+            _send(part, place, oa / total, tag, half < HALF, GRID, D <= 256)
+            _send(part, place + HALF, ob / total, tag, half < HALF, GRID, D <= 256)
+            _send(lse, (split * H + head) * HALF + half, best + tl.log(total), tag, half < HALF, GRID, D <= 256)
             write, place = half < tl.where(own, HALF, 0), position * D + half
             tl.store(k + place, new_ka.to(k.dtype.element_ty), mask=write)
             tl.store(k + place + HALF, new_kb.to(k.dtype.element_ty), mask=write)
@@ -510,17 +539,19 @@ def _joined(part, lse, position, tag, H: tl.constexpr, D: tl.constexpr, BLOCK: t
     cols = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     place = tl.minimum(cols, H * D - 1)
     top, total, o = tl.full([PARTS, WIDTH], float("-inf"), tl.float32), tl.zeros([PARTS, WIDTH], tl.float32), tl.zeros([PARTS, WIDTH], tl.float32)
+    COPIES: tl.constexpr = D // 2  # of a log-sum-exp, for different programs: all of them asking for one word would be slow
+    mine = place // D * COPIES + tl.program_id(0) % COPIES
     for first in range(0, n, 4):
-        o_at, lse_at, left = part + first * (H * D) + place, lse + first * H + place // D, n - first
+        o_at, lse_at, left = part + first * (H * D) + place, lse + first * (H * COPIES) + mine, n - first
         if GRID > 1:
-            x = tl.inline_asm_elementwise(_receive(_four(SIZE, H, D), 2, PACK), _constraints(8, 2, PACK), [o_at.to(tl.int64), lse_at.to(tl.int64), tag, _small(tag), left],
+            x = tl.inline_asm_elementwise(_receive(_four(SIZE, H, D, COPIES), 2, PACK), _constraints(8, 2, PACK), [o_at.to(tl.int64), lse_at.to(tl.int64), tag, _small(tag), left],
                                           dtype=(tl.float32,) * 8, is_pure=False, pack=PACK)
         else:
             x = ()
             for s in tl.static_range(4):
                 x = x + (_number(o_at + s * (H * D), cols < tl.where(s < left, H * D, 0)),)
             for s in tl.static_range(4):
-                x = x + (_number(lse_at + s * H, cols < tl.where(s < left, H * D, 0)),)
+                x = x + (_number(lse_at + s * (H * COPIES), cols < tl.where(s < left, H * D, 0)),)
         new_top = top
         for s in tl.static_range(4):
             new_top = tl.maximum(new_top, tl.where(s < left, x[4 + s], float("-inf")))
@@ -606,7 +637,7 @@ def _token_kernel(token, position, first_tag, table, sources, n_layers, embed, h
         _project(outer, attn_norm, qkv_weight, qkv, eps, tag, QKV, C, G, GROUP, D, R_QKV, HOLD_QKV, THREADS, GRID)
         _prefetch(gate_up, me * EACH_I + I, EACH_I, 2 * I, C, PREFETCH)
         _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, D ** -0.5, tag, H, G, GROUP, D, N_, NORM, NORM_LAST,
-                BLOCK, SPLITS, GRID)
+                BLOCK, SPLITS, THREADS, GRID)
         _prefetch(down, me * EACH_C, EACH_C, C, I, PREFETCH)
         if GRID > 1:
             tl.debug_barrier()  # what this program has written, other threads of it read now: the residual outer, sources
@@ -652,7 +683,7 @@ class Token:
         self.cos, self.sin = model.cos, model.sin
         splits = tune["splits"] if programs == 1 else max(1, min(tune["splits"], programs // H))  # a unit of attention for each program
         small = torch.int32 if cache.dtype == torch.bfloat16 else torch.int64
-        sizes = dict(outer=c.n_embd, middle=c.n_embd, qkv=qkv, part=(splits, H, D), lse=(splits, H), hidden=c.n_inner)  # what programs send each other
+        sizes = dict(outer=c.n_embd, middle=c.n_embd, qkv=qkv, part=(splits, H, D), lse=(splits, H, D // 2), hidden=c.n_inner)  # what programs send each other
         self.words = {name: torch.zeros(size, dtype=small if name in ("part", "hidden") else torch.int64, device=device) for name, size in sizes.items()}
         self.logits = torch.empty(1, c.vocab_size, dtype=torch.float32, device=device)
         self.tag, self.last, self.each = 1, -1, 0  # of the next token, and of the last one its position and the blocks of a split
