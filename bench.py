@@ -437,7 +437,7 @@ def assemble(c, listed, batch_size, device, autocast):
             if config and compiled:
                 made[0].model.compile_blocks()
             if config and c.cuda_graph:
-                against = reason_against(device, grad_checkpoint=c.grad_checkpoint, compiled=compiled and config.connector == "mhc")
+                against = reason_against(device, grad_checkpoint=c.grad_checkpoint)
                 if against:
                     failed.append((f"{label}, graph", f"{label} is not recorded as a graph: {against}."))
                 else:
@@ -647,9 +647,9 @@ class Case:
 
 
 def elementwise_cases(c, device, dtype):
-    """The norms, SwiGLU, the cross entropy and Sinkhorn of a GPTConfig's shape."""
+    """The norms, SwiGLU, the cross entropy and mHC's connection of a GPTConfig's shape."""
     import kernels as fused
-    C, I, V, n, eps, size = c.n_embd, c.n_inner, c.vocab_size, c.mhc_num_streams, c.norm_eps, torch.finfo(dtype).bits // 8
+    C, I, V, n, eps = c.n_embd, c.n_inner, c.vocab_size, c.mhc_num_streams, c.norm_eps
     state = lambda B, T, n=C: torch.randn(B, T, n, device=device).to(dtype)
     weight = lambda: 1 + 0.1 * torch.randn(C, device=device)
 
@@ -660,14 +660,37 @@ def elementwise_cases(c, device, dtype):
         d = x.clone()
         return fused.cross_entropy_(d, targets), d
 
+    sizes = [n, n, n * n, 1, 1, 1]  # of the biases of pre, post, res, and of their factors; one tensor, as a sum of 4 numbers that nearly cancel has no accuracy of its own
+
+    def learned(small):
+        pre, post, res, *alphas = small.split(sizes)
+        return pre, post, res.view(n, n), *(alpha.squeeze() for alpha in alphas)
+
+    def hyper_inputs(B, T):
+        normal = functools.partial(torch.randn, device=device)
+        return [state(B, T, n * C).view(B, T, n, C), state(B, T), torch.rand(B, T, n + n * n, device=device), normal(n * (n + 2), n * C) / (n * C)**0.5,
+                1 + 0.1 * normal(n * C), normal(sum(sizes)), weight()]
+
+    def connect(x, u, maps, projection, scale, small, w):
+        pre_bias, post_bias, res_bias, alpha_pre, alpha_post, alpha_res = learned(small)
+        post, res = maps.split([n, n * n], -1)
+        x = res.unflatten(-1, (n, n)) @ x + post.unsqueeze(-1) * u.unsqueeze(2)
+        pre, post, res = (definitions.rms_norm(x.flatten(2), scale, eps) @ projection.T).split(sizes[:3], -1)
+        res = definitions.sinkhorn((alpha_res * res).unflatten(-1, (n, n)) + res_bias, c.mhc_sinkhorn_iters)
+        h = (torch.sigmoid(alpha_pre * pre + pre_bias).unsqueeze(2) @ x).squeeze(2)
+        return x, definitions.rms_norm(h, w, eps), torch.cat((2 * torch.sigmoid(alpha_post * post + post_bias), res.flatten(2)), -1)
+
+    def connect_fused(x, u, maps, projection, scale, small, w):
+        return fused.hyper_connection(x, u, maps, projection, scale, learned(small), c.mhc_sinkhorn_iters, eps, w, eps)
+
     return [Case("rms_norm", lambda x, w: fused.rms_norm(x, w, eps), lambda x, w: definitions.rms_norm(x, w, eps),
                  lambda B, T: [state(B, T), weight()], 2 * C, 3 * C, ("rms_norm_forward", "rms_norm_backward")),
             Case("add_rms_norm", lambda x, u, w: fused.add_rms_norm(x, u, w, eps), lambda x, u, w: (x + u, definitions.rms_norm(x + u, w, eps)),
                  lambda B, T: [state(B, T), state(B, T), weight()], 4 * C, 4 * C),
             Case("swiglu", fused.swiglu, definitions.swiglu, lambda B, T: [state(B, T, 2 * I)], 3 * I, 5 * I, ("swiglu",)),
             Case("cross_entropy", cross_entropy, definitions.cross_entropy, logits, 2 * V, 0, ("cross_entropy",), timed=fused.cross_entropy_),
-            Case("sinkhorn", lambda x: fused.sinkhorn(x, c.mhc_sinkhorn_iters), lambda x: definitions.sinkhorn(x, c.mhc_sinkhorn_iters),
-                 lambda B, T: [torch.randn(B, T, n, n, device=device)], 8 * n * n / size, 12 * n * n / size)]  # always float32
+            Case("hyper_connection", connect_fused,
+                 connect, hyper_inputs, (3 * n + 2) * C, (7 * n + 6) * C, ("mhc_write", "mhc_read", "mhc_dots", "mhc_read_backward", "mhc_write_backward"))]
 
 
 def depth_cases(c, device, dtype):
@@ -984,7 +1007,7 @@ def kernel_table(c, device, _):
 
 KINDS = (("attention", r"flash|fmha|sdpa|attention|moda"), ("matmul", r"gemm|nvjet|cutlass|wgmma|aten::(add)?b?mm\b|aten::mm"),
          ("optimizer and clipping", r"adam|multi_tensor|foreach|linalg_vector_norm"),
-         ("our elementwise kernels", r"rms_norm|swiglu|heads_(for|back)ward|cross_entropy|attnres|average|sinkhorn|depth"),
+         ("our elementwise kernels", r"rms_norm|swiglu|heads_(for|back)ward|cross_entropy|attnres|average|mhc|depth"),
          ("compiled elementwise", r"^triton_"), ("copies and fills", r"memcpy|memset|copy|fill|aten::(zero_|to|contiguous|clone)"), ("the rest", ""))
 
 

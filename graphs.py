@@ -11,11 +11,10 @@ import torch
 EAGER_STEPS = 3  # the first steps of a process: they compile the kernels and choose the matmuls, which no recording survives
 
 
-def reason_against(device, world_size=1, dtype="bfloat16", grad_checkpoint=False, compiled=False):
-    """Why micro-steps cannot be recorded with these options, as half a sentence, or '' if they can. compiled: torch.compile has parts of the layers."""
+def reason_against(device, world_size=1, dtype="bfloat16", grad_checkpoint=False):
+    """Why micro-steps cannot be recorded with these options, as half a sentence, or '' if they can."""
     reasons = ((device.type != "cuda", f"the device is {device.type}"), (world_size > 1, f"{world_size} processes exchange gradients in the backward pass"),
-               (grad_checkpoint, "grad_checkpoint saves the state of the random numbers, which the CPU reads"), (dtype == "float16", "dtype=float16 scales the loss"),
-               (compiled, "torch.compile may compile again at any call"))
+               (grad_checkpoint, "grad_checkpoint saves the state of the random numbers, which the CPU reads"), (dtype == "float16", "dtype=float16 scales the loss"))
     return next((text for applies, text in reasons if applies), "")
 
 

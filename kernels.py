@@ -34,6 +34,11 @@ SETTINGS = {
     "attnres_backward": (1, 32, 8, 3),
     "average": (8, 8, 1),
     "average_backward": (8, 8, 1),
+    "mhc_write": (8, 8, 32, 3),
+    "mhc_read": (2, 16),
+    "mhc_dots": (4, 8, 64, 3),
+    "mhc_read_backward": (4, 16, 64, 3, 3),
+    "mhc_write_backward": (4, 8, 64, 3),
 }
 
 
@@ -911,101 +916,6 @@ def flash_attention(q, k, v):
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
-# Sinkhorn of many small matrices (mHC): all iterations in registers; as separate operations they are hundreds of launches a layer
-
-@triton.jit
-def _sinkhorn_start(logits, rows, n_rows, n: tl.constexpr, P: tl.constexpr):
-    """exp(logits - max), clamped below, of a tile of matrices: [BLOCK, P, P], zero outside n x n; and its places in memory."""
-    i, j = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
-    offsets = rows[:, None, None] * (n * n) + i * n + j
-    mask = (rows < n_rows)[:, None, None] & (i < n) & (j < n)
-    x = tl.load(logits + offsets, mask=mask, other=float('-inf')).to(tl.float32)
-    top = tl.max(tl.max(x, 2), 1)
-    m = tl.exp(x - tl.where(rows < n_rows, top, 0.0)[:, None, None])
-    return tl.where(mask, tl.maximum(m, 1e-12), 0.0), offsets, mask
-
-
-@triton.jit
-def _sinkhorn_forward_kernel(logits, out, n_rows, iters, n: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):
-    rows = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    m, offsets, mask = _sinkhorn_start(logits, rows, n_rows, n, P)
-    for _ in range(iters):
-        m = m / tl.maximum(tl.sum(m, 2), 1e-12)[:, :, None]
-        m = m / tl.maximum(tl.sum(m, 1), 1e-12)[:, None, :]
-    tl.store(out + offsets, m, mask=mask)
-
-
-@triton.jit
-def _sinkhorn_backward_kernel(logits, dout, dlogits, sums, n_rows, iters, n: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):
-    """Runs forward again, keeping each iteration's sums, then walks back: a step's input is its output times its sums."""
-    rows = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    start, offsets, mask = _sinkhorn_start(logits, rows, n_rows, n, P)
-    place = rows[:, None] * P + tl.arange(0, P)[None, :]
-    here = (rows < n_rows)[:, None] & (tl.arange(0, P) >= 0)[None, :]
-    m = start
-    for t in range(iters):
-        r = tl.maximum(tl.sum(m, 2), 1e-12)
-        m = m / r[:, :, None]
-        c = tl.maximum(tl.sum(m, 1), 1e-12)
-        m = m / c[:, None, :]
-        tl.store(sums + 2 * t * n_rows * P + place, r, mask=here)
-        tl.store(sums + (2 * t + 1) * n_rows * P + place, c, mask=here)
-    tl.debug_barrier()  # the sums may be read back by other threads than wrote them
-    g = tl.load(dout + offsets, mask=mask, other=0.0).to(tl.float32)
-    for back in range(iters):
-        t = iters - 1 - back
-        c = tl.load(sums + (2 * t + 1) * n_rows * P + place, mask=here, other=1.0)
-        g = tl.where(mask, (g - tl.where(c > 1e-12, tl.sum(g * m, 1), 0.0)[:, None, :]) / c[:, None, :], 0.0)
-        m = m * c[:, None, :]
-        r = tl.load(sums + 2 * t * n_rows * P + place, mask=here, other=1.0)
-        g = tl.where(mask, (g - tl.where(r > 1e-12, tl.sum(g * m, 2), 0.0)[:, :, None]) / r[:, :, None], 0.0)
-        m = m * r[:, :, None]
-    g = tl.where(start > 1e-12, g * start, 0.0)
-    highest = (start >= 1.0).to(tl.float32)  # what the shift by the maximum takes back; zero but for the clamps
-    g -= highest * (tl.sum(tl.sum(g, 2), 1) / tl.maximum(tl.sum(tl.sum(highest, 2), 1), 1.0))[:, None, None]
-    tl.store(dlogits + offsets, g, mask=mask)
-
-
-_SINKHORN_TILE = 64  # matrices a program
-
-
-@_operator()
-def _sinkhorn_forward(logits: Tensor, iters: int, launch: bool) -> Tensor:
-    n, out = logits.shape[-1], _empty_like(logits)
-    if launch:
-        rows = logits.numel() // (n * n)
-        _sinkhorn_forward_kernel[(triton.cdiv(rows, _SINKHORN_TILE),)](logits.contiguous(), out, rows, iters, n, triton.next_power_of_2(n), _SINKHORN_TILE)
-    return out
-
-
-@_operator()
-def _sinkhorn_backward(logits: Tensor, dout: Tensor, iters: int, launch: bool) -> Tensor:
-    n, dlogits = logits.shape[-1], _empty_like(logits)
-    if launch:
-        rows, P = logits.numel() // (n * n), triton.next_power_of_2(n)
-        sums = torch.empty(2 * iters, rows, P, device=logits.device)
-        _sinkhorn_backward_kernel[(triton.cdiv(rows, _SINKHORN_TILE),)](logits.contiguous(), dout.contiguous(), dlogits, sums, rows, iters, n, P, _SINKHORN_TILE)
-    return dlogits
-
-
-class _Sinkhorn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, iters):
-        ctx.save_for_backward(logits)
-        ctx.iters = iters
-        return _sinkhorn_forward(logits, iters)
-
-    @staticmethod
-    def backward(ctx, dout):
-        return _sinkhorn_backward(ctx.saved_tensors[0], dout, ctx.iters), None
-
-
-def sinkhorn(logits, iters):
-    """exp(logits) [..., n, n] with rows, then columns, normalised `iters` times; float32."""
-    return _Sinkhorn.apply(logits, iters)
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------------
 # Mixture-of-Depths Attention (arXiv 2603.15619): a pass over the depth slots, joined to a flash attention over the sequence
 #
 # A row is a (token, KV head) pair, numbered as [B, T, G] memory is laid out, so that a row's key in any slot lies at row * D. A program takes
@@ -1616,3 +1526,468 @@ def average(sources, first):
         raise ValueError(f"{len(sources)} sources of {[list(s.x.shape) for s in sources]} from {first} of {len(weights)} weights were given; expected "
                          f"sources of one shape, dtype and vector of weights, and a weight for each")
     return _Average.apply(weights.detach(), first, sources, *[s.x for s in sources])
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Hyper-connections (mHC, arXiv 2512.24880): n streams X [tokens, n, C], which one sub-layer writes and the next one reads
+#
+# A token's maps are E = n + n + n*n numbers: pre | post | res. In tensors of [tokens, C], forward moves 3n + 2: `write` reads the streams and u, writes the
+# streams and projects them while it has them; `read` mixes and norms them. Backward moves 7n + 6: `dots` takes the products of the streams and the
+# gradient of h that the maps' gradients need, `maps_backward` has one thread a token, `read_backward` gives the whole gradient of the streams and, since its
+# programs own columns, keeps the projection's in registers, and `write_backward` takes the streams' gradient to the old streams, u and the old maps.
+
+@triton.jit
+def _mhc_site_kernel(projection, scale, pre, post, res, alpha_pre, alpha_post, alpha_res, weight, affine, K, n: tl.constexpr, BLOCK: tl.constexpr):
+    """The projection with the norm's scale in it, and alpha and bias of each map's logits, side by side."""
+    m, cols = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(projection + m * K + cols, mask=cols < K, other=0.0).to(tl.float32) * tl.load(scale + cols, mask=cols < K, other=0.0)
+    tl.store(weight + m * K + cols, w.to(weight.dtype.element_ty), mask=cols < K)
+    if tl.program_id(1) == 0:
+        bias, alpha = res + (m - 2 * n), alpha_res
+        if m < n:
+            bias, alpha = pre + m, alpha_pre
+        elif m < 2 * n:
+            bias, alpha = post + (m - n), alpha_post
+        tl.store(affine + m, tl.load(alpha))
+        tl.store(affine + tl.num_programs(0) + m, tl.load(bias))
+
+
+@triton.jit
+def _mhc_entries(table, rows, n_rows, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """COUNT entries of each row of [tokens, WIDTH], each a vector."""
+    out = ()
+    for m in tl.static_range(COUNT):
+        out = out + (tl.load(table + rows.to(tl.int64) * WIDTH + (FIRST + m), mask=rows < n_rows, other=0.0),)
+    return out
+
+
+@triton.jit
+def _mhc_streams(x, place, mask, n: tl.constexpr, C: tl.constexpr):
+    out = ()
+    for j in tl.static_range(n):
+        out = out + (tl.load(x + place + j * C, mask=mask, other=0.0),)
+    return out
+
+
+@triton.jit
+def _mhc_logits(y, affine, rows, n_rows, FIRST: tl.constexpr, COUNT: tl.constexpr, E: tl.constexpr):
+    values, out = _mhc_entries(y, rows, n_rows, FIRST, COUNT, E), ()
+    for m in tl.static_range(COUNT):
+        out = out + (tl.load(affine + FIRST + m) * values[m] + tl.load(affine + E + FIRST + m),)
+    return out
+
+
+@triton.jit
+def _mhc_exp(logits, COUNT: tl.constexpr):
+    top, out = logits[0], ()
+    for m in tl.static_range(1, COUNT):
+        top = tl.maximum(top, logits[m])
+    for m in tl.static_range(COUNT):
+        out = out + (tl.maximum(tl.exp(logits[m] - top), 1e-12),)
+    return out
+
+
+@triton.jit
+def _mhc_inverse_sums(k, x, ACROSS: tl.constexpr, ALONG: tl.constexpr, n: tl.constexpr):
+    """1 / sum_j k[i,j] x[j] of each i: k's strides say whether i are rows (ACROSS = n, ALONG = 1) or columns."""
+    out = ()
+    for i in tl.static_range(n):
+        total = k[i * ACROSS] * x[0]
+        for j in tl.static_range(1, n):
+            total += k[i * ACROSS + j * ALONG] * x[j]
+        out = out + (1.0 / total,)
+    return out
+
+
+@triton.jit
+def _mhc_ones(like, n: tl.constexpr):
+    out = ()
+    for _ in tl.static_range(n):
+        out = out + (like * 0.0 + 1.0,)
+    return out
+
+
+@triton.jit
+def _mhc_write_kernel(x, u, maps, weight, affine, out, y, rstd, pre, new_maps, n_rows, iters, eps, n: tl.constexpr, C: tl.constexpr, E_: tl.constexpr,
+                      BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """out = res x + post u (x itself without u), and the maps of the next sub-layer; y and rstd for their backward pass."""
+    E: tl.constexpr = n * (n + 2)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m = tl.arange(0, E_)
+    if u is not None:
+        post, res = _mhc_entries(maps, rows, n_rows, 0, n, E - n), _mhc_entries(maps, rows, n_rows, n, n * n, E - n)
+    acc, square = (), tl.zeros([ROWS, BLOCK], tl.float32)
+    for _ in tl.static_range(n):        # one sum a stream: chained, each product would want another layout of it
+        acc = acc + (tl.zeros([ROWS, E_], tl.float32),)
+    for start in tl.range(0, C, BLOCK, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK)
+        mask, place = (rows < n_rows)[:, None] & (cols < C)[None, :], rows.to(tl.int64)[:, None] * (n * C) + cols[None, :]
+        streams = _mhc_streams(x, place, mask, n, C)
+        w = _mhc_streams(weight, m[:, None] * (n * C) + cols[None, :], (m < E)[:, None] & (cols < C)[None, :], n, C)
+        if u is not None:
+            added = tl.load(u + rows.to(tl.int64)[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        sums = ()
+        for i in tl.static_range(n):
+            new = streams[i]
+            if u is not None:
+                total = post[i][:, None] * added
+                for j in tl.static_range(n):
+                    total += res[i * n + j][:, None] * streams[j].to(tl.float32)
+                new = tl.where(mask, total, 0.0).to(out.dtype.element_ty)
+                tl.store(out + place + i * C, new, mask=mask)
+            square += new.to(tl.float32) * new.to(tl.float32)
+            sums = sums + (tl.dot(new, tl.trans(w[i]), acc[i], input_precision="tf32x3"),)
+        acc = sums
+    inverse = tl.rsqrt(tl.sum(square, 1) / (n * C) + eps)
+    tl.store(rstd + rows, inverse, mask=rows < n_rows)
+    projected = acc[0]
+    for i in tl.static_range(1, n):
+        projected += acc[i]
+    tl.store(y + rows.to(tl.int64)[:, None] * E + m[None, :], projected * inverse[:, None], mask=(rows < n_rows)[:, None] & (m < E)[None, :])
+    tl.debug_barrier()      # y is read back with all entries of a token in one thread
+    gates = _mhc_logits(y, affine, rows, n_rows, 0, 2 * n, E)
+    k = _mhc_exp(_mhc_logits(y, affine, rows, n_rows, 2 * n, n * n, E), n * n)
+    a, b = _mhc_ones(k[0], n), _mhc_ones(k[0], n)       # Sinkhorn: rows, then columns of a[i] k[i,j] b[j] are brought to sums of 1
+    for _ in range(iters):
+        a = _mhc_inverse_sums(k, b, n, 1, n)
+        b = _mhc_inverse_sums(k, a, 1, n, n)
+    new_maps += rows.to(tl.int64) * (E - n)
+    for i in tl.static_range(n):
+        tl.store(pre + rows * n + i, tl.sigmoid(gates[i]), mask=rows < n_rows)
+        tl.store(new_maps + i, 2 * tl.sigmoid(gates[n + i]), mask=rows < n_rows)
+        for j in tl.static_range(n):
+            tl.store(new_maps + (n + i * n + j), a[i] * k[i * n + j] * b[j], mask=rows < n_rows)
+
+
+@triton.jit
+def _mhc_read_kernel(x, pre, weight, h, n_rows, eps, n: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """h = RMSNorm(sum_j pre[j] x[j]); without a weight the sum itself."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask, place = (rows < n_rows)[:, None] & (cols < C), rows.to(tl.int64)[:, None] * (n * C) + cols
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for j in tl.static_range(n):
+        share = tl.load(pre + rows * n + j, mask=rows < n_rows, other=0.0)
+        total += share[:, None] * tl.load(x + place + j * C, mask=mask, other=0.0).to(tl.float32)
+    if weight is not None:
+        total *= tl.rsqrt(tl.sum(total * total, 1) / C + eps)[:, None]
+        total *= tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+    tl.store(h + rows.to(tl.int64)[:, None] * C + cols, total.to(h.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _mhc_dots_kernel(x, pre, weight, dh, dots, out, n_rows, n: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """<weight dh, x[j]> and <sum_i pre[i] x[i], x[j]> of each stream j: all that the gradients of pre and of h's norm need."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pre, sums = _mhc_entries(pre, rows, n_rows, 0, n, n), ()
+    for _ in tl.static_range(2 * n):
+        sums = sums + (tl.zeros([ROWS, BLOCK], tl.float32),)
+    for start in tl.range(0, C, BLOCK, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK)[None, :]
+        mask, place = (rows < n_rows)[:, None] & (cols < C), rows.to(tl.int64)[:, None]
+        streams = _mhc_streams(x, place * (n * C) + cols, mask, n, C)
+        g = tl.load(dh + place * C + cols, mask=mask, other=0.0).to(tl.float32)
+        if weight is not None:
+            g *= tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+        mixed = pre[0][:, None] * streams[0].to(tl.float32)
+        for j in tl.static_range(1, n):
+            mixed += pre[j][:, None] * streams[j].to(tl.float32)
+        tl.store(out + place * C + cols, mixed.to(out.dtype.element_ty), mask=mask)
+        new = ()
+        for j in tl.static_range(n):
+            new = new + (sums[j] + g * streams[j].to(tl.float32),)
+        for j in tl.static_range(n):
+            new = new + (sums[n + j] + mixed * streams[j].to(tl.float32),)
+        sums = new
+    for j in tl.static_range(2 * n):
+        tl.store(dots + rows * (2 * n) + j, tl.sum(sums[j], 1), mask=rows < n_rows)
+
+
+@triton.jit
+def _mhc_emit(m, g, y, rstd, affine, dy, sums, rows, n_rows, E: tl.constexpr):
+    """Leaves what the gradient g of the m-th logit gives: the gradient of y over the streams' norm, that of the bias. Returns g y."""
+    place = rows.to(tl.int64) * E + m
+    value = tl.load(y + place, mask=rows < n_rows, other=0.0)
+    tl.store(sums + m, tl.sum(g, 0))
+    tl.store(dy + place, (g * tl.load(affine + m) * rstd).to(dy.dtype.element_ty), mask=rows < n_rows)
+    return g * value
+
+
+@triton.jit
+def _mhc_maps_backward_kernel(dots, dmaps, y, pre, maps, rstd, affine, dy, scalars, sums, history, n_rows, iters, eps, n: tl.constexpr, C: tl.constexpr,
+                              NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """One thread a token: from the gradients of the maps to those of y, divided by the streams' norm."""
+    E: tl.constexpr = n * (n + 2)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here, n_threads = rows < n_rows, tl.num_programs(0) * BLOCK
+    pre, post, d = _mhc_entries(pre, rows, n_rows, 0, n, n), _mhc_entries(maps, rows, n_rows, 0, n, E - n), _mhc_entries(dots, rows, n_rows, 0, 2 * n, 2 * n)
+    grads = _mhc_entries(dmaps, rows, n_rows, 0, E - n, E - n)
+    inverse = tl.load(rstd + rows, mask=here, other=0.0)
+    read, towards = inverse * 0.0 + 1.0, inverse * 0.0      # dpre[j] = read <w dh, x[j]> - towards <mix, x[j]>
+    if NORM:
+        for j in tl.static_range(n):
+            towards += pre[j] * d[j]
+        square = pre[0] * d[n]
+        for j in tl.static_range(1, n):
+            square += pre[j] * d[n + j]
+        read = tl.rsqrt(square / C + eps)
+        towards *= read * read * read / C
+    sums += tl.program_id(0) * (E + 3)
+    of_pre, of_post, of_res = inverse * 0.0, inverse * 0.0, inverse * 0.0       # <gradient of the logits, y>: what alpha gets
+    for j in tl.static_range(n):
+        of_pre += _mhc_emit(j, (read * d[j] - towards * d[n + j]) * pre[j] * (1 - pre[j]), y, inverse, affine, dy, sums, rows, n_rows, E)
+        of_post += _mhc_emit(n + j, grads[j] * post[j] * (1 - post[j] / 2), y, inverse, affine, dy, sums, rows, n_rows, E)
+    # Sinkhorn once more, then its way back in terms of g = d / d log a, d / d log b and d / d log k, which stay of the size of the result
+    logits = _mhc_logits(y, affine, rows, n_rows, 2 * n, n * n, E)
+    k = _mhc_exp(logits, n * n)
+    b = _mhc_ones(inverse, n)
+    a = b
+    for t in range(iters):
+        for j in tl.static_range(n):
+            tl.store(history + (t * n + j) * n_threads + rows, b[j])
+        a = _mhc_inverse_sums(k, b, n, 1, n)
+        b = _mhc_inverse_sums(k, a, 1, n, n)
+    tl.debug_barrier()
+    g, ga, gb = (), (), ()
+    for i in tl.static_range(n):
+        total = inverse * 0.0
+        for j in tl.static_range(n):
+            g = g + (grads[n + i * n + j] * a[i] * k[i * n + j] * b[j],)
+            total += g[i * n + j]
+        ga = ga + (total,)
+    for j in tl.static_range(n):
+        total = inverse * 0.0
+        for i in tl.static_range(n):
+            total += g[i * n + j]
+        gb = gb + (total,)
+    for back in range(iters):
+        before = ()
+        for j in tl.static_range(n):
+            before = before + (tl.load(history + ((iters - 1 - back) * n + j) * n_threads + rows),)
+        a = _mhc_inverse_sums(k, before, n, 1, n)
+        new, new_a, new_b = (), (), ()
+        for i in tl.static_range(n):                # b[j] = 1 / sum_i a[i] k[i,j]
+            total = ga[i]
+            for j in tl.static_range(n):
+                step = a[i] * k[i * n + j] * b[j] * gb[j]
+                new = new + (g[i * n + j] - step,)
+                total -= step
+            new_a = new_a + (total,)
+        g, new = new, ()
+        for _ in tl.static_range(n):
+            new_b = new_b + (inverse * 0.0,)
+        for i in tl.static_range(n):                # a[i] = 1 / sum_j k[i,j] before[j]
+            after = ()
+            for j in tl.static_range(n):
+                step = a[i] * k[i * n + j] * before[j] * new_a[i]
+                new = new + (g[i * n + j] - step,)
+                after = after + (new_b[j] - step,)
+            new_b = after
+        g, gb, b, ga = new, new_b, before, ()
+        for _ in tl.static_range(n):
+            ga = ga + (inverse * 0.0,)
+    clamped, highest = inverse * 0.0, inverse * 0.0     # what the shift by the maximum takes back: zero but for the clamps
+    for i in tl.static_range(n * n):
+        clamped += tl.where(k[i] > 1e-12, g[i], 0.0)
+        highest += tl.where(k[i] >= 1.0, 1.0, 0.0)
+    for i in tl.static_range(n * n):
+        final = tl.where(k[i] > 1e-12, g[i], 0.0) - tl.where(k[i] >= 1.0, clamped / highest, 0.0)
+        of_res += _mhc_emit(2 * n + i, final, y, inverse, affine, dy, sums, rows, n_rows, E)
+    tl.store(sums + E, tl.sum(of_pre, 0))
+    tl.store(sums + E + 1, tl.sum(of_post, 0))
+    tl.store(sums + E + 2, tl.sum(of_res, 0))
+    along = tl.load(affine) * of_pre + tl.load(affine + n) * of_post + tl.load(affine + 2 * n) * of_res
+    tl.store(scalars + rows * 3, read, mask=here)
+    tl.store(scalars + rows * 3 + 1, towards, mask=here)
+    tl.store(scalars + rows * 3 + 2, along * inverse * inverse / (n * C), mask=here)
+
+
+@triton.jit
+def _mhc_read_backward_kernel(x, mixed, pre, dout, dh, norm_weight, weight, dy, scalars, dx, dweight, n_rows, n: tl.constexpr, C: tl.constexpr,
+                              E_: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """The whole gradient of the streams x, that of the projection and of h's norm. A program owns columns of one stream, whose part of the projection's
+    gradient stays in registers; the programs of the other streams, side by side, find what they share in cache."""
+    E: tl.constexpr = n * (n + 2)
+    stream, block, split, splits = tl.program_id(0) % n, tl.program_id(0) // n, tl.program_id(1), tl.num_programs(1)
+    cols, m = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E_)
+    w_mask, w_place = (m < E)[:, None] & (cols < C)[None, :], m[:, None] * (n * C) + stream * C + cols[None, :]
+    w = tl.load(weight + w_place, mask=w_mask, other=0.0)
+    dw, d_norm = tl.zeros([E_, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    if norm_weight is not None:
+        scale = tl.load(norm_weight + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
+    for tile in tl.range(split, tl.cdiv(n_rows, ROWS), splits, num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        here, row = rows < n_rows, rows.to(tl.int64)[:, None]
+        mask, place = here[:, None] & (cols < C)[None, :], row * (n * C) + stream * C + cols[None, :]
+        old, grad = tl.load(x + place, mask=mask, other=0.0), tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dh + row * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        h = tl.load(mixed + row * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + row * E + m[None, :], mask=here[:, None] & (m < E)[None, :], other=0.0)
+        factors, share = _mhc_entries(scalars, rows, n_rows, 0, 3, 3), tl.load(pre + rows * n + stream, mask=here, other=0.0)
+        g *= factors[0][:, None]
+        if norm_weight is not None:
+            d_norm += g * h
+            g = g * scale - h * factors[1][:, None]
+        total = tl.dot(d, w, input_precision="tf32x3") + grad + share[:, None] * g - factors[2][:, None] * old.to(tl.float32)
+        tl.store(dx + place, total.to(dx.dtype.element_ty), mask=mask)
+        dw = tl.dot(tl.trans(d), old, dw, input_precision="tf32x3")
+    dweight += split * ((n * E + 1) * C)        # of each split: [E, n, C], then [C]
+    tl.store(dweight + w_place, dw, mask=w_mask)
+    if norm_weight is not None:
+        tl.store(dweight + n * E * C + cols, tl.sum(d_norm, 0), mask=cols < tl.where(stream == 0, C, 0))
+
+
+@triton.jit
+def _mhc_write_backward_kernel(x, u, maps, dout, dx, du, dmaps, n_rows, n: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                               STAGES: tl.constexpr):
+    """Gradients of x, u and the maps of out = res x + post u."""
+    E: tl.constexpr = n * (n + 1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here, row = rows < n_rows, rows.to(tl.int64)[:, None]
+    post, res, dots = _mhc_entries(maps, rows, n_rows, 0, n, E), _mhc_entries(maps, rows, n_rows, n, n * n, E), ()
+    for _ in tl.static_range(E):
+        dots = dots + (tl.zeros([ROWS], tl.float32),)
+    for start in tl.range(0, C, BLOCK, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK)[None, :]
+        mask, place = here[:, None] & (cols < C), row * (n * C) + cols
+        streams, grads = _mhc_streams(x, place, mask, n, C), _mhc_streams(dout, place, mask, n, C)
+        written = tl.load(u + row * C + cols, mask=mask, other=0.0).to(tl.float32)
+        total, more = post[0][:, None] * grads[0].to(tl.float32), ()
+        for i in tl.static_range(1, n):
+            total += post[i][:, None] * grads[i].to(tl.float32)
+        tl.store(du + row * C + cols, total.to(du.dtype.element_ty), mask=mask)
+        for j in tl.static_range(n):
+            total = res[j][:, None] * grads[0].to(tl.float32)
+            for i in tl.static_range(1, n):
+                total += res[i * n + j][:, None] * grads[i].to(tl.float32)
+            tl.store(dx + place + j * C, total.to(dx.dtype.element_ty), mask=mask)
+        for i in tl.static_range(n):
+            more = more + (dots[i] + tl.sum(grads[i].to(tl.float32) * written, 1),)
+        for i in tl.static_range(n):
+            for j in tl.static_range(n):
+                more = more + (dots[n + i * n + j] + tl.sum(grads[i].to(tl.float32) * streams[j].to(tl.float32), 1),)
+        dots = more
+    for i in tl.static_range(E):
+        tl.store(dmaps + rows.to(tl.int64) * E + i, dots[i], mask=here)
+
+
+@triton.jit
+def _mhc_sums_kernel(dweight, splits, projection, scale, dprojection, dscale, d_norm, sums, programs, small, n: tl.constexpr, C: tl.constexpr,
+                     E_: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Adds up what the splits and programs have left, and takes the norm's scale out of the projection."""
+    E: tl.constexpr = n * (n + 2)
+    blocks: tl.constexpr = (n * C + BLOCK - 1) // BLOCK
+    if tl.program_id(0) < blocks:
+        cols, m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E_)[:, None]
+        place, mask = m * (n * C) + cols[None, :], (m < E) & (cols < n * C)[None, :]
+        acc, own = tl.zeros([E_, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for _ in tl.range(splits, num_stages=4):
+            acc += tl.load(dweight + place, mask=mask, other=0.0)
+            if NORM:
+                own += tl.load(dweight + n * E * C + cols, mask=cols < C, other=0.0)
+            dweight += (n * E + 1) * C
+        tl.store(dprojection + place, acc * tl.load(scale + cols, mask=cols < n * C, other=0.0)[None, :], mask=mask)
+        tl.store(dscale + cols, tl.sum(acc * tl.load(projection + place, mask=mask, other=0.0), 0), mask=cols < n * C)
+        if NORM:
+            tl.store(d_norm + cols, own, mask=cols < C)
+    else:
+        column = (tl.program_id(0) - blocks) * 8 + tl.arange(0, 8)
+        total = tl.zeros([256, 8], tl.float32)
+        for first in range(0, programs, 256):
+            row = first + tl.arange(0, 256)
+            total += tl.load(sums + row[:, None] * (E + 3) + column[None, :], mask=(row < programs)[:, None] & (column < E + 3)[None, :], other=0.0)
+        tl.store(small + column, tl.sum(total, 0), mask=column < E + 3)
+
+
+def _mhc_shapes(x, name):
+    """Shapes of a kernel that goes through streams [..., n, C] in tiles of a few columns. More than four streams take narrower ones, to fit."""
+    n, C = x.shape[-2:]
+    _, _, columns, stages, *_ = SETTINGS[name]
+    block = max(16, min(columns if n <= 4 else columns // 2, _power_of_2(C)))
+    rows, warps = _tile(name, block)
+    return dict(n=n, C=C, BLOCK=block, ROWS=max(16, rows), STAGES=stages if n <= 4 else 2, num_warps=warps)
+
+
+@_operator()
+def _mhc_forward(x: Tensor, u: Optional[Tensor], maps: Optional[Tensor], projection: Tensor, scale: Tensor, pre: Tensor, post: Tensor, res: Tensor,
+                 alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, norm_weight: Optional[Tensor], iters: int, eps: float, norm_eps: float,
+                 launch: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The new streams (empty without u: x is what they are), h, the new maps; pre, y, the streams' inverse norms, the weight, the alphas and biases."""
+    (*shape, n, C), E = x.shape, len(projection)
+    tokens, floats = x.numel() // (n * C), functools.partial(torch.empty, device=x.device, dtype=torch.float32)
+    out, h = x.new_empty(0) if u is None else torch.empty_like(x), x.new_empty(*shape, C)
+    new_maps, share, y, rstd, affine, weight = floats(*shape, E - n), floats(tokens, n), floats(tokens, E), floats(tokens), floats(2, E), x.new_empty(E, n * C)
+    if launch:
+        _mhc_site_kernel[(E, _ceil_div(n * C, 1024))](projection, scale, pre, post, res, alpha_pre, alpha_post, alpha_res, weight, affine, n * C, n, 1024)
+        shapes = _mhc_shapes(x, "mhc_write")
+        _mhc_write_kernel[(_ceil_div(tokens, shapes["ROWS"]),)](x, u, maps, weight, affine, out, y, rstd, share, new_maps, tokens, iters, eps,
+                                                                E_=max(16, _power_of_2(E)), **shapes)
+        rows, warps = _tile("mhc_read", _power_of_2(C))
+        _mhc_read_kernel[(_ceil_div(tokens, rows),)](x if u is None else out, share, norm_weight, h, tokens, norm_eps, n, C, _power_of_2(C), rows, num_warps=warps)
+    return out, h, new_maps, share, y, rstd, weight, affine
+
+
+@_operator()
+def _mhc_read_backward(x: Tensor, dout: Tensor, dh: Tensor, dmaps: Tensor, maps: Tensor, pre: Tensor, y: Tensor, rstd: Tensor, weight: Tensor, affine: Tensor,
+                       projection: Tensor, scale: Tensor, norm_weight: Optional[Tensor], iters: int, norm_eps: float,
+                       launch: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the streams, projection, scale, h's norm (empty without one) and, [E + 3], of biases and alphas."""
+    (n, C), E, norm = x.shape[-2:], len(projection), norm_weight is not None
+    tokens, floats = x.numel() // (n * C), functools.partial(torch.empty, device=x.device, dtype=torch.float32)
+    dx, dprojection, dscale, d_norm, small = torch.empty_like(x), torch.empty_like(projection), torch.empty_like(scale), floats(C if norm else 0), floats(E + 3)
+    if launch:
+        programs, shapes, E_ = _ceil_div(tokens, 32), _mhc_shapes(x, "mhc_dots"), max(16, _power_of_2(E))
+        dots, mixed, dy, scalars, sums = floats(tokens, 2 * n), x.new_empty(tokens, C), x.new_empty(tokens, E), floats(tokens, 3), floats(programs, E + 3)
+        _mhc_dots_kernel[(_ceil_div(tokens, shapes["ROWS"]),)](x, pre, norm_weight, dh, dots, mixed, tokens, **shapes)
+        _mhc_maps_backward_kernel[(programs,)](dots, dmaps, y, pre, maps, rstd, affine, dy, scalars, sums, floats(iters, n, 32 * programs), tokens, iters, norm_eps,
+                                               n, C, norm, 32, num_warps=1)
+        shapes = _mhc_shapes(x, "mhc_read_backward")
+        blocks = n * _ceil_div(C, shapes["BLOCK"])
+        splits = max(1, min(_ceil_div(tokens, shapes["ROWS"]), _multiprocessors(x.device) * SETTINGS["mhc_read_backward"][4] // blocks))
+        dweight = floats(splits, n * E + 1, C)
+        _mhc_read_backward_kernel[(blocks, splits)](x, mixed, pre, dout, dh, norm_weight, weight, dy, scalars, dx, dweight, tokens, E_=E_, **shapes)
+        _mhc_sums_kernel[(_ceil_div(n * C, 32) + _ceil_div(E + 3, 8),)](dweight, splits, projection, scale, dprojection, dscale, d_norm, sums, programs, small,
+                                                                       n, C, E_, 32, norm, num_warps=8)
+    return dx, dprojection, dscale, d_norm, small
+
+
+@_operator()
+def _mhc_write_backward(x: Tensor, u: Tensor, maps: Tensor, dout: Tensor, launch: bool) -> tuple[Tensor, Tensor, Tensor]:
+    dx, du, dmaps, shapes = torch.empty_like(x), torch.empty_like(u), torch.empty_like(maps), _mhc_shapes(x, "mhc_write_backward")
+    if launch:
+        tokens = u.numel() // u.shape[-1]
+        _mhc_write_backward_kernel[(_ceil_div(tokens, shapes["ROWS"]),)](x, u, maps, dout, dx, du, dmaps, tokens, **shapes)
+    return dx, du, dmaps
+
+
+class _HyperConnection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, u, old_maps, norm_weight, iters, eps, norm_eps, projection, scale, *logits):
+        out, h, maps, *kept = _mhc_forward(x, u, old_maps, projection, scale, *logits, norm_weight, iters, eps, norm_eps)
+        out = x.view_as(x) if u is None else out
+        ctx.save_for_backward(x, u, old_maps, out, maps, *kept, projection, scale, norm_weight)
+        ctx.iters, ctx.norm_eps = iters, norm_eps
+        return out, h, maps
+
+    @staticmethod
+    def backward(ctx, dout, dh, dmaps):
+        x, u, old_maps, out, *kept = ctx.saved_tensors
+        n = x.shape[-2]
+        dx, dprojection, dscale, d_norm, small = _mhc_read_backward(out, dout.contiguous(), dh.contiguous(), dmaps.contiguous(), *kept, ctx.iters, ctx.norm_eps)
+        dx, du, d_old_maps = (dx, None, None) if u is None else _mhc_write_backward(x, u, old_maps, dx)
+        pre, post, res, *alphas = small.split_with_sizes([n, n, n * n, 1, 1, 1])
+        return (dx, du, d_old_maps, None if kept[-1] is None else d_norm, None, None, None, dprojection, dscale,
+                pre, post, res.view(n, n), *(alpha.view(()) for alpha in alphas))
+
+
+def hyper_connection(streams, u, maps, projection, scale, logits, iters, eps, norm_weight=None, norm_eps=0.0):
+    """What lies between two sub-layers of mHC: writes the first one's output u [..., C] to the streams [..., n, C] by its maps,
+
+        X_i <- sum_j res[i,j] X_j + post[i] u        (u and maps None: the streams stay as they are)
+
+    takes the second one's maps from them and reads its input. With E = n + n + n*n, y = projection [E, nC] RMS(vec X) with the norm's scale [nC], and in float32
+    pre = sigmoid(alpha y + bias), post = 2 sigmoid(...), res = Sinkhorn(...) of `iters` iterations. logits: the biases of pre [n], post [n], res [n, n], then
+    their alphas, one number each. h = RMSNorm(sum_j pre[j] X_j) with norm_weight [C], or the sum itself. All parameters in float32.
+    Returns (streams, h [..., C], maps [..., n + n*n] in float32: post | res), of which the next call takes the first and the last."""
+    u = u if u is None else u.contiguous()
+    return _HyperConnection.apply(streams.contiguous(), u, maps, norm_weight, iters, eps, norm_eps, projection, scale, *logits)

@@ -488,7 +488,6 @@ class Residual(nn.Module):
     `site` is the connector's own module for this sub-layer, sites[2*layer] for attention and sites[2*layer + 1] for the MLP, or None.
     The state here is (x, u, memory): u is the last sub-layer's output, not yet added, so that adding and norming are one pass.
     """
-    compiles = False  # True where read and write have elementwise work without a kernel, and a state that keeps its form over the depth
 
     def __init__(self, config):
         super().__init__()
@@ -649,9 +648,9 @@ class MHC(Residual):
         h = sum_j pre[j] X_j,    X_i <- sum_j res[i,j] X_j + post[i] F(h)
 
     with maps of the token's own streams (see HyperConnection); `res` is made doubly stochastic by Sinkhorn. The streams start as copies of
-    the embedding and are read out by a learned softmax. The state is the list of streams: n tensors [B,T,C].
+    the embedding and are read out by a learned softmax. The state is (streams [B,T,n,C], u, maps): u is the last sub-layer's output, not yet
+    written by its maps [B,T,n+n*n] = post | res, so that writing and the next reading are one step.
     """
-    compiles = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -660,24 +659,46 @@ class MHC(Residual):
         self.reduce_logits = nn.Parameter(torch.zeros(self.n))
 
     def start(self, x):
-        return [x] * self.n
+        return x.unsqueeze(2).expand(-1, -1, self.n, -1), None, None
 
     def read(self, state, site, norm):
-        pre, post, res = site(state)
-        return norm(sum(pre[j] * state[j] for j in range(self.n))), (state, post, res)
+        streams, u, maps = state
+        if self.n <= 4 and (kernels := fused(streams)):  # for more streams the kernels take minutes to compile
+            weight, eps = (norm.weight, norm.eps) if isinstance(norm, RMSNorm) else (None, 0.0)
+            streams, h, maps = kernels.hyper_connection(streams, u, maps, site.projection.weight, site.norm.weight, site.logits(), site.iters, site.norm.eps, weight, eps)
+            return h, (streams, maps)
+        if u is not None:
+            post, res = self.split(maps)
+            streams = torch.stack([mixed(streams, res[:, :, i], u, post[..., i]) for i in range(self.n)], 2)
+        pre, maps = site(streams).split([self.n, self.n + self.n**2], dim=-1)
+        return norm(mixed(streams, pre)), (streams, maps)
 
     def write(self, carry, u, site):
-        streams, post, res = carry
-        return [sum(res[i][j] * streams[j] for j in range(self.n)) + post[i] * u for i in range(self.n)]
+        streams, maps = carry
+        return streams, u, maps
+
+    def split(self, maps):
+        """maps [B,T,n+n*n] -> post [B,T,n], res [B,T,n,n]."""
+        post, res = maps.split([self.n, self.n**2], dim=-1)
+        return post, res.unflatten(-1, (self.n, self.n))
 
     def finish(self, state, norm):
-        r = torch.softmax(self.reduce_logits, 0).type_as(state[0])
-        return norm(sum(r[j] * state[j] for j in range(self.n)))
+        """Reads all streams by the softmax r, in one step with the last write: sum_i r[i] X_i is linear in the old streams and u."""
+        streams, u, maps = state
+        post, res = self.split(maps)
+        r = torch.softmax(self.reduce_logits, 0)
+        return norm(mixed(streams, (r.unsqueeze(-1) * res).sum(-2), u, (r * post).sum(-1)))
 
     def flops(self, config):
         n, C, M = self.n, config.n_embd, len(config.virtual_layers)
         matmul = 2 * n * C * (n * n + 2 * n)
         return 2 * M * matmul, 2 * M * (2 * n * C * (n + 3) + 4 * config.mhc_sinkhorn_iters * n * n) + 2 * n * C
+
+
+def mixed(streams, weights, u=None, weight=None):
+    """sum_j weights[..., j] streams[..., j, :], plus weight u: streams [B,T,n,C], weights [B,T,n], u [B,T,C], weight [B,T] -> [B,T,C]."""
+    total = weighted_sum(streams.unbind(2), weights.unsqueeze(-1).unbind(2))
+    return total if u is None else total + weight.unsqueeze(-1).type_as(u) * u
 
 
 class HyperConnection(nn.Module):
@@ -700,26 +721,22 @@ class HyperConnection(nn.Module):
         self.norm = RMSNorm(n * config.n_embd, config.norm_eps)
         self.projection = nn.Linear(n * config.n_embd, n * n + 2 * n, bias=False)
 
+    def logits(self):
+        return self.pre_logits, self.post_logits, self.residual_logits, self.alpha_pre, self.alpha_post, self.alpha_res
+
     def forward(self, streams):
-        """n streams [B,T,C] -> pre [n], post [n], res [n][n], each entry [B,T,1] in the streams' dtype."""
+        """streams [B,T,n,C] -> maps [B,T,n+n+n*n] = pre | post | res, in float32 or wider."""
         n = self.n
-        # the norm is a scalar a token and a weight a column, so that the n C wide vector never needs to be built
-        weight = (self.projection.weight * self.norm.weight).split(streams[0].shape[-1], dim=1)
-        wide = [x.to(_wide(x)) for x in streams]
-        square = sum(x.square().mean(-1, keepdim=True) for x in wide) / n
-        y = sum(F.linear(x, w.type_as(x)) for x, w in zip(streams, weight)).to(square.dtype) * torch.rsqrt(square + self.norm.eps)
-        y_pre, y_post, y_res = y.split([n, n, n * n], dim=-1)
+        y = self.projection(self.norm(streams.flatten(2)))
+        y_pre, y_post, y_res = y.to(_wide(y)).split([n, n, n * n], dim=-1)
         pre = torch.sigmoid(self.alpha_pre * y_pre + self.pre_logits)
         post = 2 * torch.sigmoid(self.alpha_post * y_post + self.post_logits)
         res = sinkhorn((self.alpha_res * y_res).unflatten(-1, (n, n)) + self.residual_logits, self.iters)
-        split = lambda x: x.type_as(streams[0]).split(1, dim=-1)
-        return split(pre), split(post), [split(row) for row in res.unbind(-2)]
+        return torch.cat((pre, post, res.flatten(-2)), dim=-1)
 
 
 def sinkhorn(logits, iters):
     """exp(logits) [..., n, n] with rows, then columns, normalised `iters` times: columns sum to 1, rows nearly (Sinkhorn & Knopp, 1967)."""
-    if kernels := fused(logits):
-        return kernels.sinkhorn(logits, iters)
     m = torch.exp(logits - logits.amax((-2, -1), keepdim=True)).clamp_min(1e-12)
     for _ in range(iters):
         m = m / m.sum(-1, keepdim=True).clamp_min(1e-12)
@@ -980,14 +997,11 @@ class GPT(nn.Module):
 
     def compile_blocks(self, **options):
         """
-        torch.compile for the parts of a layer that look the same whatever the depth method reads and that have no kernels of their own: each is
+        torch.compile for the part of a layer that looks the same whatever connector and depth method it has, where no kernels stand in for it: it is
         compiled once for all layers.
         """
         for layer in self.layers if not fused(self.embed.weight) else ():
             layer.mlp.compile(**options)
-        if self.connector.compiles:
-            self.connector.read = torch.compile(self.connector.read, **options)
-            self.connector.write = torch.compile(self.connector.write, **options)
 
 
 def window_start(length, block_size):

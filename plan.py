@@ -23,12 +23,13 @@ LOGITS = 2**29  # elements of a chunk of logits, as in model.LinearCrossEntropy 
 
 def stream(model, grad_checkpoint):
     """What carries the residual stream, for all layers: at every sub-layer, or with grad_checkpoint only where a layer begins."""
-    c, M, C = model.config, len(model.order), 2 * model.config.n_embd
+    c, M, C, n = model.config, len(model.order), 2 * model.config.n_embd, model.config.mhc_num_streams
     borders, inside = {
         "residual": (2 * M * C, C),  # x before each norm; with the branch that is not added yet, where a layer begins
         "denseformer": ((M + 1 + sum(map(bool, getattr(model.connector, "lengths", ())))) * C, M * C),  # outputs and averages; x before the MLP
         "attnres": ((M + 1) * C + C, M * C + 2 * M * (C + 4)),  # x after each sub-layer; what a sub-layer reads, with a log-sum-exp in float32
-        "mhc": ((M * c.mhc_num_streams + 1) * C, M * c.mhc_num_streams * C + 2 * M * C),  # the streams; each branch's output
+        "mhc": ((M * (n + 1) + 1) * C + 4 * M * (n * n + n), M * (n + 1) * C + 4 * M * (3 * n * n + 7 * n + 2)  # streams and a branch's output; maps in float32
+                + 2 * M * C * (c.norm_order == "post")),  # what a branch reads, which no norm has made
     }.get(c.connector, (2 * M * C, C))
     return borders if grad_checkpoint else borders + inside
 

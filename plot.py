@@ -243,9 +243,9 @@ def recording(config):
         return aggregate(site, sources)
 
     def recorded_connect(site, streams):
-        pre, post, res = connect(site, streams)
-        made.append(("mhc", torch.stack([*pre, *post, *(entry for row in res for entry in row)]).squeeze(-1)))
-        return pre, post, res
+        maps = connect(site, streams)
+        made.append(("mhc", maps.movedim(-1, 0)))
+        return maps
 
     wrapped = [(decoder, "depth_mix", recorded_mix), (decoder, "joint_attention", recorded_attend), (decoder.Aggregator, "forward", recorded_aggregate),
                (decoder.HyperConnection, "forward", recorded_connect), (decoder, "use_kernels", False)]

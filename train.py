@@ -244,7 +244,7 @@ def micro_step_gradients(model, micro_steps, autocast, scaler, x, y):
 
 def graph_gradients(model, c, ranks, micro_steps, autocast, scaler):
     """`micro_step_gradients` as CUDA graphs, or None without --cuda_graph or where it cannot be, which is said."""
-    against = reason_against(ranks.device, ranks.world_size, c.dtype, c.grad_checkpoint, c.compile and c.connector == "mhc") if c.cuda_graph else ""
+    against = reason_against(ranks.device, ranks.world_size, c.dtype, c.grad_checkpoint) if c.cuda_graph else ""
     if against:
         ranks.print(f"--cuda_graph stays off: {against}.")
     if against or not c.cuda_graph:

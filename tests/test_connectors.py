@@ -209,30 +209,31 @@ def test_sinkhorn_of_one_and_two_streams():
     close(two, two.mT, 1e-6)
 
 
+def maps_of(site, streams):
+    """pre [B,T,n], post [B,T,n] and res [B,T,n,n] of streams [B,T,n,C]."""
+    pre, post, res = site(streams).split([site.n, site.n, site.n**2], -1)
+    return pre, post, res.unflatten(-1, (site.n, site.n))
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_mhc_maps_at_the_start(n):
     site = HyperConnection(config(connector="mhc", mhc_num_streams=n, mhc_alpha_init=0.0, mhc_sinkhorn_iters=20)).double()
-    streams = [torch.randn(2, 5, 10, dtype=torch.float64) for _ in range(n)]
-    pre, post, res = site(streams)
-    assert [(len(pre), len(post)), [len(row) for row in res]] == [(n, n), [n] * n] and pre[0].shape == (2, 5, 1)
-    for j in range(n):
-        close(pre[j], torch.full((2, 5, 1), 1 / n, dtype=torch.float64), 2e-6)
-        close(post[j], torch.ones(2, 5, 1, dtype=torch.float64), 1e-12)
-        for i in range(n):
-            share = 1.0 if n == 1 else 0.99 if i == j else 0.01 / (n - 1)
-            close(res[i][j], torch.full((2, 5, 1), share, dtype=torch.float64), 1e-6)
+    pre, post, res = maps_of(site, torch.randn(2, 5, n, 10, dtype=torch.float64))
+    close(pre, torch.full((2, 5, n), 1 / n, dtype=torch.float64), 2e-6)
+    close(post, torch.ones(2, 5, n, dtype=torch.float64), 1e-12)
+    off = 0.01 / (n - 1) if n > 1 else 0.0
+    close(res, (torch.full((n, n), off).fill_diagonal_(1.0 if n == 1 else 0.99)).double().expand(2, 5, n, n), 1e-6)
 
 
 def test_mhc_maps_are_functions_of_the_normed_streams():
     site = tiny(connector="mhc", mhc_num_streams=3).connector.sites[1]
-    streams = [torch.randn(2, 5, 10, dtype=torch.float64) for _ in range(3)]
-    z = torch.cat(streams, -1)
+    streams = torch.randn(2, 5, 3, 10, dtype=torch.float64)
+    z = streams.flatten(2)
     y = (site.norm.weight * z / (z.square().mean(-1, keepdim=True) + site.norm.eps).sqrt()) @ site.projection.weight.T
-    pre, post, res = site(streams)
-    close(torch.cat(pre, -1), torch.sigmoid(site.alpha_pre * y[..., :3] + site.pre_logits))
-    close(torch.cat(post, -1), 2 * torch.sigmoid(site.alpha_post * y[..., 3:6] + site.post_logits))
-    expected = sinkhorn((site.alpha_res * y[..., 6:]).reshape(2, 5, 3, 3) + site.residual_logits, site.iters)
-    close(torch.stack([torch.cat(row, -1) for row in res], -2), expected)
+    pre, post, res = maps_of(site, streams)
+    close(pre, torch.sigmoid(site.alpha_pre * y[..., :3] + site.pre_logits))
+    close(post, 2 * torch.sigmoid(site.alpha_post * y[..., 3:6] + site.post_logits))
+    close(res, sinkhorn((site.alpha_res * y[..., 6:]).reshape(2, 5, 3, 3) + site.residual_logits, site.iters))
 
 
 def test_mhc_starts_close_to_the_plain_transformer():
@@ -253,8 +254,7 @@ def test_mhc_moves_streams_by_its_maps(n):
     rope, streams = rope_of(model, idx), torch.stack([model.embed(idx)] * n, -1)  # [B,T,C,n]
     for site in range(2 * model.config.n_layer):
         layer = model.layers[site // 2]
-        pre, post, res = model.connector.sites[site](list(streams.unbind(-1)))
-        pre, post, res = torch.cat(pre, -1), torch.cat(post, -1), torch.stack([torch.cat(row, -1) for row in res], -2)  # [B,T,n], [B,T,n,n]
+        pre, post, res = maps_of(model.connector.sites[site], streams.transpose(-1, -2))
         assert n > 1 or torch.equal(res, torch.ones_like(res)) and (post > 0).all() and (post < 2).all()
         h = (streams @ pre.unsqueeze(-1)).squeeze(-1)
         u = layer.mlp(layer.mlp_norm(h)) if site % 2 else layer.attn(layer.attn_norm(h), rope)[0]

@@ -53,8 +53,7 @@ def recordings(monkeypatch):
 
 
 @pytest.mark.parametrize("options, word", [
-    (dict(), ""), (dict(world_size=2), "2 processes"), (dict(grad_checkpoint=True), "grad_checkpoint"), (dict(dtype="float16"), "float16"),
-    (dict(compiled=True), "torch.compile")])
+    (dict(), ""), (dict(world_size=2), "2 processes"), (dict(grad_checkpoint=True), "grad_checkpoint"), (dict(dtype="float16"), "float16")])
 def test_reasons_against(options, word):
     reason = graphs.reason_against(types.SimpleNamespace(type="cuda"), **options)
     assert word in reason and bool(word) == bool(reason)

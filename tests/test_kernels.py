@@ -28,7 +28,7 @@ def poisoned_memory():
 
 
 def leaf(*shape, dtype=torch.float32, at=0.0):
-    return (at + torch.randn(*shape, device=DEVICE)).to(dtype).requires_grad_()
+    return (at + torch.randn(shape, device=DEVICE)).to(dtype).requires_grad_()
 
 
 def heads(B, h, T, D, dtype=torch.float32):
@@ -259,6 +259,88 @@ def test_torch_compile_keeps_the_graph_whole():
     seeds = [torch.randn_like(x) for x in step(*leaves)]
     for a, b in zip(torch.autograd.grad(compiled(*leaves), leaves, seeds), torch.autograd.grad(step(*leaves), leaves, seeds), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def connection(n, C, dtype, first=False, norm=True, spread=1.0):
+    """Leaves of kernels.hyper_connection: streams, u, maps, projection, scale, biases, alphas and h's norm weight; those that are not there are None."""
+    E, tokens = n * (n + 2), (2, 9)
+    leaves = [leaf(*tokens, n, C, dtype=dtype), leaf(*tokens, C, dtype=dtype), leaf(*tokens, E - n, at=0.5), (leaf(E, n * C) / (n * C)**0.5).detach().requires_grad_(),
+              leaf(n * C, at=1.0), leaf(n), leaf(n), (spread * leaf(n, n)).detach().requires_grad_(), leaf(), leaf(), leaf(), leaf(C, at=1.0)]
+    return [None if first and i in (1, 2) or not norm and i == 11 else x for i, x in enumerate(leaves)]
+
+
+def connect(leaves, there, iters):
+    """(the kernels' function, the definition) of those of `leaves` that are there."""
+    def spread_out(given):
+        given = iter(given)
+        x = [next(given) if wanted else None for wanted in there]
+        return x[:3], x[3], x[4], x[5:11], x[11]
+
+    def fused(*given):
+        state, projection, scale, logits, weight = spread_out(given)
+        return kernels.hyper_connection(*state, projection, scale, logits, iters, 1e-5, weight, 1e-6)
+
+    def definition(*given):
+        (x, u, maps), projection, scale, (pre_bias, post_bias, res_bias, alpha_pre, alpha_post, alpha_res), weight = spread_out(given)
+        n = x.shape[-2]
+        if u is not None:
+            x = maps[..., n:].unflatten(-1, (n, n)) @ x + maps[..., :n, None] * u.unsqueeze(-2)
+        pre, post, res = (model.rms_norm(x.flatten(-2), scale, 1e-5) @ projection.T).split([n, n, n * n], -1)
+        h = (torch.sigmoid(alpha_pre * pre + pre_bias).unsqueeze(-2) @ x).squeeze(-2)
+        res = model.sinkhorn((alpha_res * res).unflatten(-1, (n, n)) + res_bias, iters)
+        return x, h if weight is None else model.rms_norm(h, weight, 1e-6), torch.cat((2 * torch.sigmoid(alpha_post * post + post_bias), res.flatten(-2)), -1)
+    return fused, definition
+
+
+# streams, width, dtype, first sub-layer (nothing to write), with a norm, Sinkhorn iterations; the interpreter cannot multiply bfloat16 matrices
+@pytest.mark.parametrize("n, C, dtype, first, norm, iters", [
+    (4, 48, torch.float32, False, True, 20), (3, 80, torch.float32, False, True, 3), (2, 16, torch.float32, False, False, 1), (4, 32, torch.float32, True, True, 5),
+    (4, 48, torch.float16, False, True, 20), (4, 80, torch.bfloat16 if DEVICE == "cuda" else torch.float16, True, False, 2), (5, 32, torch.float32, False, True, 2)])
+def test_hyper_connection(n, C, dtype, first, norm, iters):
+    leaves = connection(n, C, dtype, first, norm)
+    given = [x for x in leaves if x is not None]
+    check(*connect(given, [x is not None for x in leaves], iters), given, 8 * TOLERANCE[dtype] if dtype != torch.float32 else 2e-5)
+
+
+def test_hyper_connection_with_one_stream():
+    """Its res is 1: exactly no gradient for that bias and alpha."""
+    leaves = connection(1, 32, torch.float32, norm=False)[:11]
+    fused, definition = connect(leaves, [True] * 11 + [False], 20)
+    free = [x for i, x in enumerate(leaves) if i not in (7, 10)]
+    check(lambda *x: fused(*x[:7], leaves[7], *x[7:9], leaves[10]), lambda *x: definition(*x[:7], leaves[7].double(), *x[7:9], leaves[10].double()), free, 2e-5)
+    maps = fused(*leaves)[2]
+    assert (maps[..., 1] == 1).all()
+    assert not any(g.any() for g in torch.autograd.grad(maps[..., 1].sum(), [leaves[7], leaves[10]]))
+
+
+def test_hyper_connection_where_exp_is_clamped():
+    leaves = connection(3, 32, torch.float32, spread=40.0)
+    fused, definition = connect(leaves, [True] * 12, 3)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    found, expected = fused(*leaves)[2], definition(*wide)[2]
+    seed = torch.randn_like(found)
+    a, = torch.autograd.grad(found, leaves[7], seed)
+    b, = torch.autograd.grad(expected, wide[7], seed.double())
+    assert (found - expected).norm() <= 1e-4 * expected.norm() and (a - b).norm() <= 1e-3 * b.norm()
+
+
+@pytest.mark.parametrize("options, recompute", [(dict(mhc_num_streams=3), False), (dict(norm_order="post"), True), (dict(n_loop=2), True)], ids=str)
+def test_a_model_of_hyper_connections_runs_on_the_kernels(options, recompute, monkeypatch):
+    config = model.GPTConfig(**dict(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_inner=24, block_size=4, vocab_size=40, connector="mhc", mhc_num_streams=2,
+                                    mhc_sinkhorn_iters=3, mhc_alpha_init=0.5, init_std=0.3) | options)
+    gpt = model.GPT(config).to(DEVICE)
+    gpt.grad_checkpoint = recompute
+    idx, targets = torch.randint(40, (2, 1, 4), device=DEVICE)
+    results = []
+    for used in (None, kernels):
+        monkeypatch.setattr(model, "fused", lambda x, used=used: used)
+        loss = gpt(idx, targets)[1]
+        loss.backward()
+        results.append([loss.detach()] + [p.grad.clone() for p in gpt.parameters()])
+        gpt.zero_grad()
+    largest = max(b.norm() for b in results[0])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= 2e-5 * b.norm() + 1e-6 * largest  # the norm behind it takes nearly all from the gradient of pre
 
 
 @pytest.mark.parametrize("depth", ["none", "depth_attention"])
