@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+import configurator
 from data.shards import write_atomically
 from model import GPT, GPTConfig
 
@@ -127,7 +128,7 @@ def load_weights(model, state_dict, source):
 
 
 def model_config(checkpoint):
-    """The GPTConfig of a checkpoint."""
+    """The GPTConfig of a checkpoint; a field that is newer than the checkpoint has its default."""
     fields = {field.name for field in dataclasses.fields(GPTConfig)}
     return GPTConfig(**{name: value for name, value in checkpoint["config"].items() if name in fields})
 
@@ -152,10 +153,7 @@ def start_log(out_dir, header, step=None):
     came after is going to be done again, and the header is added once more. Otherwise an earlier run's files are moved aside.
     """
     path = Path(out_dir) / "log.jsonl"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"--out_dir={out_dir} cannot be made ({_first_line(error)}); give a folder that can be written.") from error
+    configurator.make_folder("out_dir", out_dir)
     lock(path.parent)
     if step is None:
         set_aside(path.parent)

@@ -127,16 +127,8 @@ def note_data(c):
     data = {"tokens": {split: shards.open_split(folder, split).n_tokens for split in ("train", "val")}, **{key: meta.get(key) for key in ("vocab_size", "bytes", "made_with")}}
     if file.exists() and json.loads(file.read_text(encoding="utf-8")) != data:
         raise ValueError(f"{file} says that the runs in its folder read other data than {folder} holds; give another --results and --out_dir, or the same data.")
-    make_folder(c, "results", file.parent)
+    configurator.make_folder("results", file.parent)
     shards.write_json(file, data)
-
-
-def make_folder(c, option, folder):
-    """Makes the folder that an option names. Raises ValueError if that cannot be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--{option}={getattr(c, option)} cannot be made ({error.strerror}); give a folder that can be written.") from error
 
 
 def expected_seconds(run, done):
@@ -320,8 +312,8 @@ def notes(done, spread, freedoms, data=None):
     """What the tables' numbers mean and rest on, as sentences."""
     some = next(iter(done.values()))
     told = f"{len(done)} runs of {some['max_iters']:,} steps, {some['tokens'] / 1e6:.1f}M tokens each, on one {some['device']} each (torch {some['versions']['torch']})"
-    hours = sum(r["seconds"] or 0 for r in done.values())
-    sentences = [told + (f"; {hours / 60:.0f} minutes of it in all." if hours else ".") + " Every method stands with the best of its learning rates "
+    spent = sum(r["seconds"] or 0 for r in done.values())
+    sentences = [told + (f"; {spent / 60:.0f} minutes of it in all." if spent else ".") + " Every method stands with the best of its learning rates "
                  "and the speed of its fastest run, since other work on a machine slows a run and nothing speeds one up."]
     if data:
         tokens = data["tokens"]
@@ -366,7 +358,7 @@ def main(argv=None):
             file = configurator.ROOT / c.results / "data.json"
             return print("\n".join(table_lines(done, methods, json.loads(file.read_text(encoding="utf-8")) if file.exists() else None)))
         note_data(c)
-        make_folder(c, "out_dir", Path(c.out_dir))
+        configurator.make_folder("out_dir", c.out_dir)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: stopped by SIGTERM; the same command goes on."))
         try:
             failed = train_all(c, methods, rates)

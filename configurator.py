@@ -269,6 +269,14 @@ def require_writable(c, name):
         require(c, name, not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK), "cannot be written; give a file that can be")
 
 
+def make_folder(name, folder):
+    """Makes the folder that an option names, and those above it. Raises ValueError if that cannot be."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--{name}={folder} cannot be made ({error.strerror}); give a folder that can be written.") from error
+
+
 def _read_argument(arg, argv, options):
     """'--name=value' -> (name, value)."""
     name, equals, text = arg.removeprefix("--").partition("=")

@@ -140,7 +140,7 @@ def adopt(c, saved):
     for name in saved.keys() & vars(c).keys() - given - {"out_dir", "init_from", "eval_only"}:
         setattr(c, name, saved[name])
     model = dataclasses.asdict(GPTConfig(**{name: getattr(c, name) for name in MODEL_FIELDS}))
-    before = dataclasses.asdict(GPTConfig(**{name: saved[name] for name in MODEL_FIELDS if name in saved}))  # a field that is newer than the run has its default
+    before = dataclasses.asdict(checkpoint.model_config({"config": saved}))
     other = [f"{name} is {before[name]!r} in the checkpoint, {model[name]!r} now" for name in MODEL_FIELDS if before[name] != model[name]]
     if other:
         raise ValueError(f"{c.out_dir} holds another model: {'; '.join(other)}. Leave these options away to continue it, "

@@ -25,7 +25,8 @@ def test_every_speed_stands_in_results():
 
 
 def test_the_losses_with_a_larger_embedding_are_those_of_the_logs():
-    rows = re.findall(r"^\| ([^|]+) \| (\d\.\d{4}(?:, \d\.\d{4})?) \| (\d\.\d{4}(?:, \d\.\d{4})?) \|$", README, re.M)
+    table = (ROOT / "results/embedding/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (\d\.\d{4}(?:, \d\.\d{4})?) \| (\d\.\d{4}(?:, \d\.\d{4})?) \|$", table, re.M)
     for method, (_, *cells) in zip(("vanilla", "depth_attention", "denseformer", "attnres"), rows, strict=True):
         for std, cell in zip((0.02, 0.5), cells, strict=True):
             logs = [list(map(json.loads, path.read_text().splitlines())) for path in sorted((ROOT / "results/embedding").glob(f"{method}_{std}*.jsonl"))]
