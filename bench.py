@@ -476,12 +476,14 @@ def compare(c, device, autocast):
     contenders, failed, batches = assemble(c, listed, batch, device, autocast)
     steps = c.steps or (40 if device.type == "cuda" else 6)
     group = min(steps, GROUP.get(device.type, 2))
-    for turn in range(math.ceil(steps / group)):
+    for turn in range(-1, math.ceil(steps / group)):
         for contender in contenders if turn % 2 == 0 else reversed(contenders):
             try:
                 take_turn(contender, batches, group, device)
             except torch.OutOfMemoryError:
                 raise ValueError(f"{contender.name} does not fit beside the others at --batch_size={batch}; give a smaller one, or fewer --methods a run.") from None
+            if turn < 0:  # a GPU that has rested is faster than one at its power limit: the first round only warms it up
+                contender.turns.clear()
     rows = [row(contender, contenders[0], batch * fields["block_size"], peak_flops(device_name(device), c.dtype)) for contender in contenders]
     for r in rows:
         r |= {"cold first step s": cold_seconds[r["method"]]} if r["method"] in cold_seconds else {}
