@@ -175,7 +175,10 @@ _AGAIN = tl.constexpr("add.u32 tries, tries, 1; setp.gt.u32 go, tries, 4000000; 
 
 @triton.constexpr_function
 def _receive(loads, pointers, pack):
-    """PTX that reads words, each load (pointer, offset in bytes, bytes of a word, its number or -1), until all have their tags: see `_received`."""
+    """
+    PTX that reads words until all have their tags: see `_received`. A load is (pointer, offset in bytes, bytes of a word, n): it is made where the last
+    operand is above n, and everywhere with n = -1; elsewhere its number is 0.
+    """
     out, tag = len(loads) * pack, (len(loads) + pointers) * pack
     wide = [load[2] == 8 for load in loads for _ in range(pack)]
     which = [load[3] for load in loads for _ in range(pack)]
@@ -228,6 +231,12 @@ def _plain(size, masked):
 def _four(size, H, D, copies):
     """Of four splits, a word of the output and one of the log-sum-exp."""
     return [(0, s * H * D * size, size, s) for s in range(4)] + [(1, s * H * 8 * copies, 8, s) for s in range(4)]
+
+
+@triton.constexpr_function
+def _copies(D):
+    """Words of a log-sum-exp, for different programs: all of them asking for one would be slow. No more than a warp stores at once."""
+    return min(32, D // 2)
 
 
 @triton.constexpr_function
@@ -518,9 +527,11 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
             p = tl.exp(new_score - best)
             total, oa, ob = tl.sum(total * share, 0) + p, oa + p * new_va, ob + p * new_vb
             place = (split * H + head) * D + half
-            _send(part, place, oa / total, tag, half < HALF, GRID, D <= 256)
-            _send(part, place + HALF, ob / total, tag, half < HALF, GRID, D <= 256)
-            _send(lse, (split * H + head) * HALF + half, best + tl.log(total), tag, half < HALF, GRID, D <= 256)
+            ALIKE: tl.constexpr = D <= 256  # up to there the warps divide the block's rows among them, and each has the sums of all
+            _send(part, place, oa / total, tag, half < HALF, GRID, ALIKE)
+            _send(part, place + HALF, ob / total, tag, half < HALF, GRID, ALIKE)
+            copies = tl.arange(0, _copies(D))
+            _send(lse, (split * H + head) * _copies(D) + copies, best + tl.log(total), tag, copies < _copies(D), GRID, True)
             write, place = half < tl.where(own, HALF, 0), position * D + half
             tl.store(k + place, new_ka.to(k.dtype.element_ty), mask=write)
             tl.store(k + place + HALF, new_kb.to(k.dtype.element_ty), mask=write)
@@ -539,12 +550,12 @@ def _joined(part, lse, position, tag, H: tl.constexpr, D: tl.constexpr, BLOCK: t
     cols = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     place = tl.minimum(cols, H * D - 1)
     top, total, o = tl.full([PARTS, WIDTH], float("-inf"), tl.float32), tl.zeros([PARTS, WIDTH], tl.float32), tl.zeros([PARTS, WIDTH], tl.float32)
-    COPIES: tl.constexpr = D // 2  # of a log-sum-exp, for different programs: all of them asking for one word would be slow
+    COPIES: tl.constexpr = _copies(D)
     mine = place // D * COPIES + tl.program_id(0) % COPIES
     for first in range(0, n, 4):
         o_at, lse_at, left = part + first * (H * D) + place, lse + first * (H * COPIES) + mine, n - first
         if GRID > 1:
-            x = tl.inline_asm_elementwise(_receive(_four(SIZE, H, D, COPIES), 2, PACK), _constraints(8, 2, PACK), [o_at.to(tl.int64), lse_at.to(tl.int64), tag, _small(tag), left],
+            x = tl.inline_asm_elementwise(_receive(_four(SIZE, H, D, COPIES), 2, PACK), _constraints(8, 2, PACK), [o_at.to(tl.int64), lse_at.to(tl.int64), tag, _small(tag), tl.where(cols < H * D, left, 0)],
                                           dtype=(tl.float32,) * 8, is_pure=False, pack=PACK)
         else:
             x = ()
@@ -683,7 +694,7 @@ class Token:
         self.cos, self.sin = model.cos, model.sin
         splits = tune["splits"] if programs == 1 else max(1, min(tune["splits"], programs // H))  # a unit of attention for each program
         small = torch.int32 if cache.dtype == torch.bfloat16 else torch.int64
-        sizes = dict(outer=c.n_embd, middle=c.n_embd, qkv=qkv, part=(splits, H, D), lse=(splits, H, D // 2), hidden=c.n_inner)  # what programs send each other
+        sizes = dict(outer=c.n_embd, middle=c.n_embd, qkv=qkv, part=(splits, H, D), lse=(splits, H, _copies(D)), hidden=c.n_inner)  # what programs send each other
         self.words = {name: torch.zeros(size, dtype=small if name in ("part", "hidden") else torch.int64, device=device) for name, size in sizes.items()}
         self.logits = torch.empty(1, c.vocab_size, dtype=torch.float32, device=device)
         self.tag, self.last, self.each = 1, -1, 0  # of the next token, and of the last one its position and the blocks of a split

@@ -1,5 +1,8 @@
 """decode.py, its kernels through Triton's interpreter: the same logits and tokens as model.py's own cached decoding."""
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,3 +137,12 @@ def test_a_decoder_serves_until_the_model_is_another():
     del model
     gc.collect()
     assert len(decode._decoders) == before - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim, dtype, depth", [(32, "bfloat16", "none"), (64, "bfloat16", "depth_attention"), (128, "bfloat16", "none"),
+                                                    (128, "float32", "depth_attention"), (256, "bfloat16", "none"), (256, "float32", "none")])
+def test_what_one_warp_stores_lies_in_that_warp(head_dim, dtype, depth):
+    script = Path(__file__).with_name("compile_decode.py")
+    result = subprocess.run([sys.executable, script, str(head_dim), dtype, depth], capture_output=True, text=True)
+    assert result.returncode == 0 and int(result.stdout.split()[0]) >= 3, result.stderr[-2000:]
