@@ -691,8 +691,8 @@ def elementwise_cases(c, device, dtype):
                  lambda B, T: [state(B, T), state(B, T), weight()], 4 * C, 4 * C),
             Case("swiglu", fused.swiglu, definitions.swiglu, lambda B, T: [state(B, T, 2 * I)], 3 * I, 5 * I, ("swiglu",)),
             Case("cross_entropy", cross_entropy, definitions.cross_entropy, logits, 2 * V, 0, ("cross_entropy",), timed=fused.cross_entropy_),
-            Case("hyper_connection", connect_fused,
-                 connect, hyper_inputs, (3 * n + 2) * C, (7 * n + 6) * C, ("mhc_write", "mhc_read", "mhc_dots", "mhc_read_backward", "mhc_write_backward"))]
+            *[Case("hyper_connection", connect_fused, connect, hyper_inputs, (3 * n + 2) * C, (7 * n + 6) * C,
+                   ("mhc_write", "mhc_read", "mhc_dots", "mhc_read_backward", "mhc_write_backward"))] * (n <= fused.MOST_STREAMS)]
 
 
 def depth_cases(c, device, dtype):

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Launch settings: (warps a program, elements a thread holds of one tile[, programs a multiprocessor in kernels that loop over tiles[, tiles in
-# flight or, for heads and MoDA, registers a thread at most]]). 8 elements of bfloat16 are one 16-byte access. bench.py sweeps these; the values are the best on an H200.
+# flight or, for heads and MoDA, registers a thread at most]]). mHC's tiles have columns of several streams: (warps, elements, columns, tiles in flight[, programs
+# a multiprocessor]). 8 elements of bfloat16 are one 16-byte access. The values are the best of what was tried on an H200.
 SETTINGS = {
     "rms_norm_forward": (2, 16),
     "rms_norm_backward": (2, 16, 4, 3),
@@ -1536,6 +1537,9 @@ def average(sources, first):
 # gradient of h that the maps' gradients need, `maps_backward` has one thread a token, `read_backward` gives the whole gradient of the streams and, since its
 # programs own columns, keeps the projection's in registers, and `write_backward` takes the streams' gradient to the old streams, u and the old maps.
 
+MOST_STREAMS = 4  # maps of n streams are n*(n+2) numbers, each a variable of its own: for more than 24 the compiler takes minutes
+
+
 @triton.jit
 def _mhc_site_kernel(projection, scale, pre, post, res, alpha_pre, alpha_post, alpha_res, weight, affine, K, n: tl.constexpr, BLOCK: tl.constexpr):
     """The projection with the norm's scale in it, and alpha and bias of each map's logits, side by side."""
@@ -1900,12 +1904,12 @@ def _mhc_sums_kernel(dweight, splits, projection, scale, dprojection, dscale, d_
 
 
 def _mhc_shapes(x, name):
-    """Shapes of a kernel that goes through streams [..., n, C] in tiles of a few columns. More than four streams take narrower ones, to fit."""
+    """Shapes of a kernel that goes through streams [..., n, C] in tiles of a few columns; of float32 two are in flight, so that they fit into 99 KB."""
     n, C = x.shape[-2:]
     _, _, columns, stages, *_ = SETTINGS[name]
-    block = max(16, min(columns if n <= 4 else columns // 2, _power_of_2(C)))
+    block = max(16, min(columns, _power_of_2(C)))
     rows, warps = _tile(name, block)
-    return dict(n=n, C=C, BLOCK=block, ROWS=max(16, rows), STAGES=stages if n <= 4 else 2, num_warps=warps)
+    return dict(n=n, C=C, BLOCK=block, ROWS=max(16, rows), STAGES=stages if x.element_size() == 2 else 2, num_warps=warps)
 
 
 @_operator()
@@ -1989,5 +1993,5 @@ def hyper_connection(streams, u, maps, projection, scale, logits, iters, eps, no
     pre = sigmoid(alpha y + bias), post = 2 sigmoid(...), res = Sinkhorn(...) of `iters` iterations. logits: the biases of pre [n], post [n], res [n, n], then
     their alphas, one number each. h = RMSNorm(sum_j pre[j] X_j) with norm_weight [C], or the sum itself. All parameters in float32.
     Returns (streams, h [..., C], maps [..., n + n*n] in float32: post | res), of which the next call takes the first and the last."""
-    u = u if u is None else u.contiguous()
-    return _HyperConnection.apply(streams.contiguous(), u, maps, norm_weight, iters, eps, norm_eps, projection, scale, *logits)
+    streams, u, maps, norm_weight, *learned = (x if x is None else x.contiguous() for x in (streams, u, maps, norm_weight, projection, scale, *logits))
+    return _HyperConnection.apply(streams, u, maps, norm_weight, iters, eps, norm_eps, *learned)

@@ -663,7 +663,7 @@ class MHC(Residual):
 
     def read(self, state, site, norm):
         streams, u, maps = state
-        if self.n <= 4 and (kernels := fused(streams)):  # for more streams the kernels take minutes to compile
+        if (kernels := fused(streams)) and self.n <= kernels.MOST_STREAMS:
             weight, eps = (norm.weight, norm.eps) if isinstance(norm, RMSNorm) else (None, 0.0)
             streams, h, maps = kernels.hyper_connection(streams, u, maps, site.projection.weight, site.norm.weight, site.logits(), site.iters, site.norm.eps, weight, eps)
             return h, (streams, maps)

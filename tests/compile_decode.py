@@ -25,8 +25,8 @@ class NoGPU:
 
 
 driver.set_active(NoGPU())
-import decode
-from model import GPT, GPTConfig
+import decode  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
 
 head_dim, dtype, depth = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3]
 config = GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=256, head_dim=head_dim, n_inner=512, block_size=256, vocab_size=512, depth=depth, depth_stride=1)

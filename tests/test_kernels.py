@@ -295,7 +295,7 @@ def connect(leaves, there, iters):
 # streams, width, dtype, first sub-layer (nothing to write), with a norm, Sinkhorn iterations; the interpreter cannot multiply bfloat16 matrices
 @pytest.mark.parametrize("n, C, dtype, first, norm, iters", [
     (4, 48, torch.float32, False, True, 20), (3, 80, torch.float32, False, True, 3), (2, 16, torch.float32, False, False, 1), (4, 32, torch.float32, True, True, 5),
-    (4, 48, torch.float16, False, True, 20), (4, 80, torch.bfloat16 if DEVICE == "cuda" else torch.float16, True, False, 2), (5, 32, torch.float32, False, True, 2)])
+    (4, 48, torch.float16, False, True, 20), (4, 80, torch.bfloat16 if DEVICE == "cuda" else torch.float16, True, False, 2)])
 def test_hyper_connection(n, C, dtype, first, norm, iters):
     leaves = connection(n, C, dtype, first, norm)
     given = [x for x in leaves if x is not None]
@@ -311,6 +311,11 @@ def test_hyper_connection_with_one_stream():
     maps = fused(*leaves)[2]
     assert (maps[..., 1] == 1).all()
     assert not any(g.any() for g in torch.autograd.grad(maps[..., 1].sum(), [leaves[7], leaves[10]]))
+
+
+def test_hyper_connection_with_tensors_that_are_views():
+    leaves = [x if x.ndim < 2 else torch.stack([x, x + 1], -1).detach()[..., 0].requires_grad_() for x in connection(2, 16, torch.float32)]
+    check(*connect(leaves, [True] * 12, 3), leaves, 2e-5)
 
 
 def test_hyper_connection_where_exp_is_clamped():
@@ -341,6 +346,14 @@ def test_a_model_of_hyper_connections_runs_on_the_kernels(options, recompute, mo
     largest = max(b.norm() for b in results[0])
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 2e-5 * b.norm() + 1e-6 * largest  # the norm behind it takes nearly all from the gradient of pre
+
+
+def test_more_streams_than_the_kernels_take_run_the_definitions(monkeypatch):
+    monkeypatch.setattr(model, "fused", lambda x: kernels)
+    monkeypatch.setattr(kernels, "hyper_connection", None)
+    gpt = model.GPT(model.GPTConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=16, n_inner=16, block_size=4, vocab_size=40, connector="mhc",
+                                    mhc_num_streams=kernels.MOST_STREAMS + 1)).to(DEVICE)
+    assert gpt(*torch.randint(40, (2, 1, 4), device=DEVICE))[1].isfinite()
 
 
 @pytest.mark.parametrize("depth", ["none", "depth_attention"])
