@@ -1141,6 +1141,7 @@ def main(argv=None):
         for name in ("batch_size", "block_size", "steps", "new_tokens", "train_tokens"):
             require(name, getattr(c, name) >= 0, "must not be negative")
         require("prompt_tokens", c.prompt_tokens >= 1, "must be at least 1")
+        require("only", not c.only or c.kernels, "chooses among the kernels and needs --kernels")
         configurator.require_writable(c, "json")
         c.shape = c.operands[0] if c.operands else c.shape
         device = configurator.find_device(c.device)

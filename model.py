@@ -69,12 +69,11 @@ class GPTConfig:
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "denseformer_dilation", "denseformer_period", "attnres_block_size",
                      "mhc_num_streams", "mhc_sinkhorn_iters", "n_loop"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("n_kv_head", "head_dim", "n_inner", "depth_stride", "depth_recent_window", "n_prelude", "n_coda"):
+        for name in ("n_kv_head", "head_dim", "n_inner", "depth_stride", "depth_recent_window", "n_prelude", "n_coda", "embed_init_std"):
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         for name in ("rope_theta", "norm_eps", "init_std"):
             self._require(name, getattr(self, name) > 0, "must be positive")
-        self._require("embed_init_std", self.embed_init_std == 0 or self.embed_init_std > 0 and not self.tie_embeddings,
-                      "must not be negative, and needs tie_embeddings=False, since it would be the head's as well")
+        self._require("embed_init_std", not (self.embed_init_std and self.tie_embeddings), "needs tie_embeddings=False, since it would be the head's as well")
         self.n_kv_head = self.n_kv_head or self.n_head
         self._require("n_kv_head", self.n_head % self.n_kv_head == 0, f"must divide n_head={self.n_head}")
         if not self.head_dim:

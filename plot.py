@@ -73,12 +73,13 @@ STYLE = {"font.size": 8, "axes.titlesize": 9, "axes.labelsize": 8, "legend.fonts
 def read_log(path):
     """
     A run's log.jsonl (or its folder) as a dict of float arrays: step, train_loss, tokens, hours of its train lines and val_step, val_loss of its
-    evaluations. Hours count training alone: tokens over tokens_per_s. Raises ValueError if there is no such log or nothing in it.
+    evaluations, and its seed (None if it is not said). Hours count training alone: tokens over tokens_per_s. Raises ValueError if there is no such log or
+    nothing in it.
     """
     path = Path(path) / "log.jsonl" if Path(path).is_dir() else Path(path)
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the folder of a run of train.py, or its log.jsonl.")
-    train, val = [], []
+    train, val, seed = [], [], None
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
@@ -91,11 +92,13 @@ def read_log(path):
             train.append((line["step"], line["train_loss"], line["tokens"], before[1] + (line["tokens"] - before[0]) / line["tokens_per_s"] / 3600))
         elif "val_loss" in line:
             val.append((line["step"], line["val_loss"]))
+        elif "config" in line:
+            seed = line["config"].get("seed")
     if not train:
         raise ValueError(f"{path} is no log or has no train lines yet; give a run of train.py that has made its first --log_interval steps.")
     step, loss, tokens, hours = np.array(train, float).T
     val_step, val_loss = np.array(val, float).reshape(-1, 2).T
-    return {"step": step, "train_loss": loss, "tokens": tokens, "hours": hours, "val_step": val_step, "val_loss": val_loss}
+    return {"step": step, "train_loss": loss, "tokens": tokens, "hours": hours, "val_step": val_step, "val_loss": val_loss, "seed": seed}
 
 
 def positions(log, axis):
@@ -136,19 +139,21 @@ def style_of(i):
 def draw_curves(ax, curves, names, axis, smooth, ymin, ymax, first=0):
     """
     Draws runs: train curves as running means of their faint logged losses, evaluations as points of the same colour. curves: (x, values) of the train lines and (x, values) of the evaluations of
-    each run; first: the number of the first one, which its colour and marker follow. The first twentieth does not decide the limits.
+    each run, of which the former may be empty; first: the number of the first one, which its colour and marker follow. The first twentieth does not decide the limits.
     """
     handles, tails = [], []
     for i, (((at, values), (val_at, val)), name) in enumerate(zip(curves, names), first):
         colour, marker, dashes = style_of(i)
-        n = smooth or max(9, len(at) // 20)
-        ax.plot(at, values, color=colour, lw=0.6, alpha=0.2, zorder=1)  # a logged loss is that of one step: with small batches it scatters
-        end = max(1, len(at) - n // 4)  # the last means are of so few lines that they would end the curve in a spike
-        at, curve = at[:end], running_mean(values, n)[:end]
-        ax.plot(at, curve, dashes, color=colour, lw=1.1, alpha=0.75)
+        if len(at):
+            n = smooth or max(9, len(at) // 20)
+            ax.plot(at, values, color=colour, lw=0.6, alpha=0.2, zorder=1)  # a logged loss is that of one step: with small batches it scatters
+            end = max(1, len(at) - n // 4)  # the last means are of so few lines that they would end the curve in a spike
+            at, curve = at[:end], running_mean(values, n)[:end]
+            ax.plot(at, curve, dashes, color=colour, lw=1.1, alpha=0.75)
+            tails += [*curve[at > 0.05 * at[-1]]]
         ax.plot(val_at, val, marker, color=colour, ms=4, mec="white", mew=0.5, zorder=3)
-        handles.append(Line2D([], [], color=colour, ls=dashes, marker=marker, ms=4, mec="white", mew=0.5, lw=1.1, label=name))
-        tails += [*curve[at > 0.05 * at[-1]], *val[val_at > 0.05 * at[-1]]]
+        handles.append(Line2D([], [], color=colour, ls=dashes if len(at) else "", marker=marker, ms=4, mec="white", mew=0.5, lw=1.1, label=name))
+        tails += [*val[val_at > 0.05 * max(val_at, default=0)]]
     low, high = np.nanmin(tails), np.nanmax(tails)
     ax.set_ylim(ymin or low - 0.04 * (high - low) - 1e-3, ymax or high + 0.04 * (high - low) + 1e-3)
     ax.set_xlim(left=0)
@@ -171,7 +176,8 @@ def plot_loss(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, title="",
 def plot_difference(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, title="", width=7.0):
     """
     The figure of several runs' losses minus those of the first at the same steps. Runs that read the same tokens differ by far less than the loss of one
-    scatters from step to step, so this shows what curves on top of each other hide. Raises ValueError for a run that shares no step with the first.
+    scatters from step to step, so this shows what curves on top of each other hide; of a run with another seed, which reads others, only the evaluations
+    are drawn. Raises ValueError for a run that shares no step with the first.
     """
     first, curves, labels = logs[0], [], []
     for log, name in zip(logs[1:], names[1:]):
@@ -180,6 +186,7 @@ def plot_difference(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, tit
             raise ValueError(f"{name} has no train line at a step of {names[0]}, so that there is no difference to draw; the runs need the same --log_interval.")
         at, val_at = positions(log, axis)
         val = log["val_loss"][val_mine] - first["val_loss"][val_base]
+        mine, base = (mine, base) if log["seed"] == first["seed"] else ([], [])
         curves.append(((at[mine], log["train_loss"][mine] - first["train_loss"][base]), (val_at[val_mine], val)))
         labels.append(name + (f"  ({val[-1]:+.4f})" if len(val) else ""))
     fig, ax = plt.subplots(figsize=(width, 0.5 * width + 0.15 * math.ceil(len(labels) / 3)), layout="constrained")

@@ -185,6 +185,8 @@ def build_optimizer(model, c, ranks, resumed):
     """AdamW, on every rank the whole of it or, with --zero1, each rank its share."""
     optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), ranks.device.type)
     sharded = c.zero1 and ranks.world_size > 1
+    if c.zero1 and not sharded:
+        ranks.print("--zero1 stays off: there is one process.")
     if sharded:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # here, since importing it takes seconds
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]

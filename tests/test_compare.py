@@ -130,7 +130,7 @@ def test_what_is_cut_is_continued(launch, tmp_path, capsys, monkeypatch):
     assert [path.stem for path in (tmp_path / "results").glob("*.jsonl")] == ["vanilla_lr2_seed1"]
     assert launch(lambda run: (4.0, 10, "exit 0"))[0] == Run("vanilla", 1.0, 1)
     last = json.loads((tmp_path / "results/vanilla_lr1_seed1.jsonl").read_text().splitlines()[-1])
-    assert last["seconds"] >= 0.9  # of both processes
+    assert last["seconds"] >= 0.3  # of both processes: the second alone takes a tenth of that
 
 
 def test_ctrl_c_ends_with_a_sentence_and_saves(launch, monkeypatch, capsys):
@@ -203,7 +203,8 @@ def test_the_readme_has_the_table_of_the_committed_logs(folder):
     assert not missing, f"`python compare.py --table --results=results/{folder}` prints lines that README.md lacks:\n" + "\n".join(missing)
 
 
-def test_mistakes_are_said(refused, corpus, tmp_path):
+def test_mistakes_are_said(refused, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the default --out_dir is made
     write_log(tmp_path / "held", Run("vanilla", 1.0, 1), 3.0)
     for lr, steps in ((1.0, 10), (2.0, 20)):
         write_log(tmp_path / "mixed", Run("vanilla", lr, 1), 3.0, steps=steps)

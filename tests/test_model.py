@@ -41,7 +41,7 @@ ALL = [dict(connector=connector, depth=depth) for connector in CONNECTORS for de
     (dict(norm_eps=-1e-5), "norm_eps=-1e-05 must be positive"),
     (dict(init_std=0.0), "init_std=0.0 must be positive"),
     (dict(embed_init_std=-0.5), "embed_init_std=-0.5 must not be negative"),
-    (dict(embed_init_std=0.5, tie_embeddings=True), "embed_init_std=0.5 must not be negative, and needs tie_embeddings=False"),
+    (dict(embed_init_std=0.5, tie_embeddings=True), "embed_init_std=0.5 needs tie_embeddings=False"),
     (dict(rope_theta=math.nan), "rope_theta=nan must be positive"),
     (dict(qk_norm="heads"), "qk_norm='heads' must be one of head, full, none"),
     (dict(norm_order="mid"), "norm_order='mid' must be one of pre, post"),

@@ -255,7 +255,7 @@ def test_loss_figure(tmp_path):
 def test_difference_figure(tmp_path):
     """Steps that one of the runs has not logged are left out, and so is what both have in common: here everything but a shift."""
     logs = [plot.read_log(write_log(tmp_path / name, shift=shift)) for name, shift in (("a", 0), ("b", 0.1), ("c", -0.2))]
-    logs[2] = {key: values[5:] if not key.startswith("val") else values[:-1] for key, values in logs[2].items()}
+    logs[2] = {key: values if key == "seed" else values[5:] if not key.startswith("val") else values[:-1] for key, values in logs[2].items()}
     fig = plot.plot_difference(logs, ["first", "second", "third"], "tokens")
     zero, raw_b, train_b, val_b, raw_c, train_c, val_c = fig.axes[0].lines
     np.testing.assert_allclose(train_b.get_ydata(), 0.1)
@@ -267,6 +267,8 @@ def test_difference_figure(tmp_path):
     assert [train_b.get_color(), train_c.get_color()] == colours[4::3]  # a run has one colour in both figures
     with pytest.raises(ValueError, match="b has no train line at a step of a"):
         plot.plot_difference([logs[0], logs[1] | {"step": logs[1]["step"] + 1}], ["a", "b"])
+    zero, *drawn = plot.plot_difference([logs[0], logs[1] | {"seed": 2}], ["a", "b"]).axes[0].lines
+    assert [len(line.get_xdata()) for line in drawn] == [21]  # it reads other tokens: only its evaluations compare
 
 
 def test_names_of_runs_tell_them_apart(tmp_path):
