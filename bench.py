@@ -1154,10 +1154,13 @@ def main(argv=None):
         autocast = contextlib.nullcontext() if c.dtype == "float32" else torch.autocast(device.type, DTYPES[c.dtype])
         make = {"kernels": kernel_table, "decode": decoding, "profile": profiling, "plan": planning}[wanted[0]] if wanted else compare
         origin = provenance(argv, device)
+        if not c.plan:
+            origin["attention"] = definitions.attention_backend(device.type, DTYPES[c.dtype], GPTConfig(**read_shape(c, device)[2]).head_dim)
         title, rows, notes, errors = make(c, device, autocast)
         if c.json:
             Path(c.json).write_text(dumps(origin | {"title": title, "rows": rows, "notes": notes, "errors": errors}, indent=1) + "\n")
-    print("", f"{origin['device']}, {', '.join(f'{k} {v}' for k, v in origin['versions'].items() if v)}", title, *table(rows), *notes, sep="\n", flush=True)
+    told = [origin["device"], *(f"{k} {v}" for k, v in origin["versions"].items() if v), *(f"attention {v}" for k, v in origin.items() if k == "attention")]
+    print("", ", ".join(told), title, *table(rows), *notes, sep="\n", flush=True)
     if errors:
         raise SystemExit("error: " + " ".join(errors))
 

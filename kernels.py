@@ -9,6 +9,7 @@ A tensor written [B, H, T, D] is in training a transposed view of contiguous [B,
 import functools
 import importlib
 import math
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import Optional
@@ -857,14 +858,16 @@ def cross_entropy_(logits, targets, ignore_index=-100):
 @functools.lru_cache
 def _flash_attn():
     """(name, forward, backward) of the newest flash-attn package that is installed and runs on this GPU, else (None, None, None). The two
-    functions are flash-attn 4's own; versions 2 and 3 bring their autograd with them: forward is their public function, backward None."""
+    functions are flash-attn 4's own; versions 2 and 3 bring their autograd with them: forward is their public function, backward None.
+    Warns of one that is there and cannot be imported."""
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     try:
         if hopper:
             from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
             return 'flash_attn_4', _flash_attn_fwd, _flash_attn_bwd
-    except ImportError:
-        pass
+    except (ImportError, OSError, AttributeError) as error:
+        if getattr(error, "name", None) not in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):  # these: it is not installed
+            warnings.warn(f"flash-attn 4 is installed but cannot be imported, so another attention runs: {type(error).__name__}: {error}", stacklevel=2)
     for name, module in ('flash_attn_3', 'flash_attn_interface'), ('flash_attn_2', 'flash_attn'):
         try:
             function = importlib.import_module(module).flash_attn_func

@@ -2,6 +2,9 @@
 The kernels against their definitions in model.py, computed in float64: outputs and gradients of every public function. Without a GPU they
 run in Triton's interpreter. Uninitialised memory is filled with NaN, so an element that a kernel forgets to write fails its test.
 """
+import importlib
+import sys
+import warnings
 
 import pytest
 import torch
@@ -384,3 +387,25 @@ def test_errors_say_what_was_expected():
         kernels.attention_inputs(leaf(1, 3, 32), None, None, torch.ones(3, 3), torch.ones(3, 3), 2, 1, 0.0)
     with pytest.raises(ValueError, match=r"targets \[3\] were given"):
         kernels.cross_entropy_(torch.randn(2, 8), torch.zeros(3, dtype=torch.long))
+
+
+def test_a_broken_flash_attn_is_said(tmp_path, monkeypatch):
+    """Without one nothing is said; one that lacks a part of its own is named with the reason."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    find = kernels._flash_attn.__wrapped__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find() == (None, None, None)
+    (tmp_path / "flash_attn/cute").mkdir(parents=True)
+    for file in ("__init__.py", "cute/__init__.py"):
+        (tmp_path / "flash_attn" / file).touch()
+    (tmp_path / "flash_attn/cute/interface.py").write_text("import a_part_that_is_missing")
+    importlib.invalidate_caches()
+    with pytest.warns(UserWarning, match="flash-attn 4 is installed but cannot be imported, .* No module named 'a_part_that_is_missing'"):
+        assert find() == (None, None, None)
+    for name in ("flash_attn", "flash_attn.cute"):
+        sys.modules.pop(name, None)
