@@ -437,6 +437,81 @@ def _halves(k, v, at, end, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _new_heads(q_at, k_at, half, tag, QUERIES: tl.constexpr, D: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
+    """The new token's queries, key and value, once all are there, each as two halves of float32."""
+    HALF: tl.constexpr = D // 2
+    if GRID > 1:
+        x, turn = (tl.zeros([HALF], tl.float32),) * (2 * QUERIES + 4), 0
+        while turn < 1:  # as in _received
+            x = tl.inline_asm_elementwise(_receive_heads(QUERIES, D, THREADS), _constraints_heads(2 * QUERIES + 4), [(q_at - half).to(tl.int64), (k_at - half).to(tl.int64), half, tag],
+                                          dtype=(tl.float32,) * (2 * QUERIES + 4), is_pure=False, pack=1)
+            turn += 1
+    else:
+        x = ()
+        for j in tl.static_range(2 * QUERIES):
+            x = x + (_number(q_at + j * HALF, half < HALF),)
+        for j in tl.static_range(4):
+            x = x + (_number(k_at + j * HALF, half < HALF),)
+    return x
+
+
+@triton.jit
+def _sources(rows, sources, m, layer, position, own, N_: tl.constexpr, D: tl.constexpr):
+    """Of each source of layer m its number, -1 for none, and the halves of its key and value at the token's position."""
+    HALF: tl.constexpr = D // 2
+    half, read = tl.arange(0, HALF), ()
+    for j in tl.static_range(N_):
+        index = tl.load(sources + m * N_ + j)
+        place, here = rows + index.to(tl.int64) * layer + position * D + half, half < tl.where(own & (index >= 0), HALF, 0)
+        read = read + ((index, tl.load(place, mask=here, other=0.0, cache_modifier=".cg"), tl.load(place + HALF, mask=here, other=0.0, cache_modifier=".cg"),
+                        tl.load(place + layer // 2, mask=here, other=0.0, cache_modifier=".cg"),
+                        tl.load(place + layer // 2 + HALF, mask=here, other=0.0, cache_modifier=".cg")),)
+    return read
+
+
+@triton.jit
+def _mixed(mean_a, mean_b, ka, kb, va, vb, read, N_: tl.constexpr):
+    """The value of model.depth_mix: the softmax over depth of the mean query, which is scaled, with the own key and the sources'."""
+    best = tl.sum(mean_a * ka + mean_b * kb, 0)
+    scores, top_score = (best,), best
+    for j in tl.static_range(N_):  # all the sums first: they do not wait for each other
+        index, a, b, ua, ub = read[j]
+        depth_score = tl.sum(mean_a * a.to(tl.float32) + mean_b * b.to(tl.float32), 0)
+        scores = scores + (tl.where(index >= 0, depth_score, float("-inf")),)
+        top_score = tl.maximum(top_score, scores[j + 1])
+    mass = tl.exp(best - top_score)
+    va, vb = va * mass, vb * mass
+    for j in tl.static_range(N_):
+        index, a, b, ua, ub = read[j]
+        e = tl.exp(scores[j + 1] - top_score)
+        mass, va, vb = mass + e, va + ua.to(tl.float32) * e, vb + ub.to(tl.float32) * e
+    return va / mass, vb / mass
+
+
+@triton.jit
+def _attention_to_part(qa, qb, k, v, tiles, new_score, new_va, new_vb, first, end, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Attention to the cache from `first` to `end`, whose first tiles are there, and to the new token: (halves of the output, log-sum-exp)."""
+    # a softmax for each place in the block, so that nothing crosses warps before the end
+    ka, kb, va, vb = tiles
+    top, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    oa, ob = tl.zeros([BLOCK, D // 2], tl.float32), tl.zeros([BLOCK, D // 2], tl.float32)
+    for t in range(first, end, BLOCK):
+        next_ka, next_kb, next_va, next_vb = _halves(k, v, t + BLOCK, end, D, BLOCK)
+        score = tl.sum(qa[None, :] * ka.to(tl.float32) + qb[None, :] * kb.to(tl.float32), 1) * scale
+        new_top = tl.maximum(top, tl.where(t + tl.arange(0, BLOCK) < end, score, -1e30))
+        old, p = tl.exp(top - new_top), tl.where(t + tl.arange(0, BLOCK) < end, tl.exp(score - new_top), 0.0)
+        total = total * old + p
+        oa, ob = oa * old[:, None] + p[:, None] * va.to(tl.float32), ob * old[:, None] + p[:, None] * vb.to(tl.float32)
+        top, ka, kb, va, vb = new_top, next_ka, next_kb, next_va, next_vb
+    best = tl.maximum(tl.max(top, 0), new_score)
+    share = tl.exp(top - best)
+    oa, ob = tl.split(tl.sum(tl.join(oa * share[:, None], ob * share[:, None]), 0))  # one reduction for both
+    p = tl.exp(new_score - best)
+    total, oa, ob = tl.sum(total * share, 0) + p, oa + p * new_va, ob + p * new_vb
+    return oa / total, ob / total, best + tl.log(total)
+
+
+@triton.jit
 def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, position, max_len, eps, scale, tag, H: tl.constexpr, G: tl.constexpr,
             GROUP: tl.constexpr, D: tl.constexpr, N_: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, BLOCK: tl.constexpr,
             SPLITS: tl.constexpr, THREADS: tl.constexpr, GRID: tl.constexpr):
@@ -456,82 +531,33 @@ def _attend(m, qkv, q_norm, k_norm, cos, sin, sources, cache, part, lse, positio
         if split < n:
             rows = cache + group * max_len.to(tl.int64) * D  # this head's in layer 0
             k, v = rows + m * layer, rows + m * layer + layer // 2
-            ka, kb, va, vb = _halves(k, v, first, end, D, BLOCK)
+            tiles = _halves(k, v, first, end, D, BLOCK)
             c, s = tl.load(cos + position * HALF + half), tl.load(sin + position * HALF + half)
             qwa, qwb, kwa, kwb = 1.0, 1.0, 1.0, 1.0
             if NORM:
                 qwa, qwb = tl.load(q_norm + half).to(tl.float32), tl.load(q_norm + half + HALF).to(tl.float32)
                 kwa, kwb = tl.load(k_norm + half).to(tl.float32), tl.load(k_norm + half + HALF).to(tl.float32)
-            read = ()
-            for j in tl.static_range(N_):
-                index = tl.load(sources + m * N_ + j)
-                place, here = rows + index.to(tl.int64) * layer + position * D + half, half < tl.where(own & (index >= 0), HALF, 0)
-                read = read + ((index, tl.load(place, mask=here, other=0.0, cache_modifier=".cg"), tl.load(place + HALF, mask=here, other=0.0, cache_modifier=".cg"),
-                                tl.load(place + layer // 2, mask=here, other=0.0, cache_modifier=".cg"),
-                                tl.load(place + layer // 2 + HALF, mask=here, other=0.0, cache_modifier=".cg")),)
+            read = _sources(rows, sources, m, layer, position, own, N_, D)
             QUERIES: tl.constexpr = GROUP if N_ > 0 else 1  # Depth-Attention takes the mean of the group's
             at = qkv + group * ((GROUP + 2) * D) + half
-            q_at, k_at = at if N_ > 0 else at + head % GROUP * D, at + GROUP * D
-            if GRID > 1:
-                x, turn = (tl.zeros([HALF], tl.float32),) * (2 * QUERIES + 4), 0
-                while turn < 1:  # as in _received
-                    x = tl.inline_asm_elementwise(_receive_heads(QUERIES, D, THREADS), _constraints_heads(2 * QUERIES + 4), [(q_at - half).to(tl.int64), (k_at - half).to(tl.int64), half, tag],
-                                                  dtype=(tl.float32,) * (2 * QUERIES + 4), is_pure=False, pack=1)
-                    turn += 1
-            else:
-                x = ()
-                for j in tl.static_range(2 * QUERIES):
-                    x = x + (_number(q_at + j * HALF, half < HALF),)
-                for j in tl.static_range(4):
-                    x = x + (_number(k_at + j * HALF, half < HALF),)
+            x = _new_heads(at if N_ > 0 else at + head % GROUP * D, at + GROUP * D, half, tag, QUERIES, D, THREADS, GRID)
             new_ka, new_kb = _finish(x[2 * QUERIES], x[2 * QUERIES + 1], kwa, kwb, c, s, eps, D, NORM, True, NORM_LAST)
             new_va, new_vb = x[2 * QUERIES + 2], x[2 * QUERIES + 3]
             qa, qb = _finish(x[0], x[1], qwa, qwb, c, s, eps, D, NORM, True, False)
-            if N_ > 0:  # the softmax over depth of model.depth_mix
+            if N_ > 0:
                 mean_a, mean_b = qa, qb
                 for j in tl.static_range(1, GROUP):
                     a, b = _finish(x[2 * j], x[2 * j + 1], qwa, qwb, c, s, eps, D, NORM, True, False)
                     mean_a, mean_b = mean_a + a, mean_b + b
                     qa, qb = tl.where(head % GROUP == j, a, qa), tl.where(head % GROUP == j, b, qb)
-                mean_a, mean_b = mean_a * (scale / GROUP), mean_b * (scale / GROUP)
-                best = tl.sum(mean_a * new_ka + mean_b * new_kb, 0)
-                scores, top_score = (best,), best
-                for j in tl.static_range(N_):  # all the sums first: they do not wait for each other
-                    index, a, b, ua, ub = read[j]
-                    depth_score = tl.sum(mean_a * a.to(tl.float32) + mean_b * b.to(tl.float32), 0)
-                    scores = scores + (tl.where(index >= 0, depth_score, float("-inf")),)
-                    top_score = tl.maximum(top_score, scores[j + 1])
-                mass = tl.exp(best - top_score)
-                new_va, new_vb = new_va * mass, new_vb * mass
-                for j in tl.static_range(N_):
-                    index, a, b, ua, ub = read[j]
-                    e = tl.exp(scores[j + 1] - top_score)
-                    mass, new_va, new_vb = mass + e, new_va + ua.to(tl.float32) * e, new_vb + ub.to(tl.float32) * e
-                new_va, new_vb = new_va / mass, new_vb / mass
+                new_va, new_vb = _mixed(mean_a * (scale / GROUP), mean_b * (scale / GROUP), new_ka, new_kb, new_va, new_vb, read, N_)
             new_score = tl.where(own, tl.sum(qa * new_ka + qb * new_kb, 0) * scale, float("-inf"))
-
-            # a softmax for each place in the block, so that nothing crosses warps before the end
-            top, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
-            oa, ob = tl.zeros([BLOCK, HALF], tl.float32), tl.zeros([BLOCK, HALF], tl.float32)
-            for t in range(first, end, BLOCK):
-                next_ka, next_kb, next_va, next_vb = _halves(k, v, t + BLOCK, end, D, BLOCK)
-                score = tl.sum(qa[None, :] * ka.to(tl.float32) + qb[None, :] * kb.to(tl.float32), 1) * scale
-                new_top = tl.maximum(top, tl.where(t + tl.arange(0, BLOCK) < end, score, -1e30))
-                old, p = tl.exp(top - new_top), tl.where(t + tl.arange(0, BLOCK) < end, tl.exp(score - new_top), 0.0)
-                total = total * old + p
-                oa, ob = oa * old[:, None] + p[:, None] * va.to(tl.float32), ob * old[:, None] + p[:, None] * vb.to(tl.float32)
-                top, ka, kb, va, vb = new_top, next_ka, next_kb, next_va, next_vb
-            best = tl.maximum(tl.max(top, 0), new_score)
-            share = tl.exp(top - best)
-            oa, ob = tl.split(tl.sum(tl.join(oa * share[:, None], ob * share[:, None]), 0))  # one reduction for both
-            p = tl.exp(new_score - best)
-            total, oa, ob = tl.sum(total * share, 0) + p, oa + p * new_va, ob + p * new_vb
-            place = (split * H + head) * D + half
+            oa, ob, sums = _attention_to_part(qa, qb, k, v, tiles, new_score, new_va, new_vb, first, end, scale, D, BLOCK)
+            place, copies = (split * H + head) * D + half, tl.arange(0, _copies(D))
             ALIKE: tl.constexpr = D <= 256  # up to there the warps divide the block's rows among them, and each has the sums of all
-            _send(part, place, oa / total, tag, half < HALF, GRID, ALIKE)
-            _send(part, place + HALF, ob / total, tag, half < HALF, GRID, ALIKE)
-            copies = tl.arange(0, _copies(D))
-            _send(lse, (split * H + head) * _copies(D) + copies, best + tl.log(total), tag, copies < _copies(D), GRID, True)
+            _send(part, place, oa, tag, half < HALF, GRID, ALIKE)
+            _send(part, place + HALF, ob, tag, half < HALF, GRID, ALIKE)
+            _send(lse, (split * H + head) * _copies(D) + copies, sums, tag, copies < _copies(D), GRID, True)
             write, place = half < tl.where(own, HALF, 0), position * D + half
             tl.store(k + place, new_ka.to(k.dtype.element_ty), mask=write)
             tl.store(k + place + HALF, new_kb.to(k.dtype.element_ty), mask=write)
