@@ -1721,6 +1721,60 @@ def _mhc_emit(m, g, y, rstd, affine, dy, sums, rows, n_rows, E: tl.constexpr):
 
 
 @triton.jit
+def _mhc_sinkhorn_backward(k, grads, history, rows, n_threads, iters, n: tl.constexpr):
+    """From the gradient of Sinkhorn's result, a[i] k[i,j] b[j], to that of log k: g. The iterations once more, then their way back in terms of
+    g, ga = d / d log a and gb = d / d log b, which stay of the size of the result."""
+    nothing = k[0] * 0.0
+    b = _mhc_ones(k[0], n)
+    a = b
+    for t in range(iters):
+        for j in tl.static_range(n):
+            tl.store(history + (t * n + j) * n_threads + rows, b[j])
+        a = _mhc_inverse_sums(k, b, n, 1, n)
+        b = _mhc_inverse_sums(k, a, 1, n, n)
+    tl.debug_barrier()
+    g, ga, gb = (), (), ()
+    for i in tl.static_range(n):
+        total = nothing
+        for j in tl.static_range(n):
+            g = g + (grads[i * n + j] * a[i] * k[i * n + j] * b[j],)
+            total += g[i * n + j]
+        ga = ga + (total,)
+    for j in tl.static_range(n):
+        total = nothing
+        for i in tl.static_range(n):
+            total += g[i * n + j]
+        gb = gb + (total,)
+    for back in range(iters):
+        before = ()
+        for j in tl.static_range(n):
+            before = before + (tl.load(history + ((iters - 1 - back) * n + j) * n_threads + rows),)
+        a = _mhc_inverse_sums(k, before, n, 1, n)
+        new, new_a, new_b = (), (), ()
+        for i in tl.static_range(n):                # b[j] = 1 / sum_i a[i] k[i,j]
+            total = ga[i]
+            for j in tl.static_range(n):
+                step = a[i] * k[i * n + j] * b[j] * gb[j]
+                new = new + (g[i * n + j] - step,)
+                total -= step
+            new_a = new_a + (total,)
+        g, new = new, ()
+        for _ in tl.static_range(n):
+            new_b = new_b + (nothing,)
+        for i in tl.static_range(n):                # a[i] = 1 / sum_j k[i,j] before[j]
+            after = ()
+            for j in tl.static_range(n):
+                step = a[i] * k[i * n + j] * before[j] * new_a[i]
+                new = new + (g[i * n + j] - step,)
+                after = after + (new_b[j] - step,)
+            new_b = after
+        g, gb, b, ga = new, new_b, before, ()
+        for _ in tl.static_range(n):
+            ga = ga + (nothing,)
+    return g
+
+
+@triton.jit
 def _mhc_maps_backward_kernel(dots, dmaps, y, pre, maps, rstd, affine, dy, scalars, sums, history, n_rows, iters, eps, n: tl.constexpr, C: tl.constexpr,
                               NORM: tl.constexpr, BLOCK: tl.constexpr):
     """One thread a token: from the gradients of the maps to those of y, divided by the streams' norm."""
@@ -1744,55 +1798,11 @@ def _mhc_maps_backward_kernel(dots, dmaps, y, pre, maps, rstd, affine, dy, scala
     for j in tl.static_range(n):
         of_pre += _mhc_emit(j, (read * d[j] - towards * d[n + j]) * pre[j] * (1 - pre[j]), y, inverse, affine, dy, sums, rows, n_rows, E)
         of_post += _mhc_emit(n + j, grads[j] * post[j] * (1 - post[j] / 2), y, inverse, affine, dy, sums, rows, n_rows, E)
-    # Sinkhorn once more, then its way back in terms of g = d / d log a, d / d log b and d / d log k, which stay of the size of the result
-    logits = _mhc_logits(y, affine, rows, n_rows, 2 * n, n * n, E)
+    logits, of_maps = _mhc_logits(y, affine, rows, n_rows, 2 * n, n * n, E), ()
+    for i in tl.static_range(n * n):
+        of_maps = of_maps + (grads[n + i],)
     k = _mhc_exp(logits, n * n)
-    b = _mhc_ones(inverse, n)
-    a = b
-    for t in range(iters):
-        for j in tl.static_range(n):
-            tl.store(history + (t * n + j) * n_threads + rows, b[j])
-        a = _mhc_inverse_sums(k, b, n, 1, n)
-        b = _mhc_inverse_sums(k, a, 1, n, n)
-    tl.debug_barrier()
-    g, ga, gb = (), (), ()
-    for i in tl.static_range(n):
-        total = inverse * 0.0
-        for j in tl.static_range(n):
-            g = g + (grads[n + i * n + j] * a[i] * k[i * n + j] * b[j],)
-            total += g[i * n + j]
-        ga = ga + (total,)
-    for j in tl.static_range(n):
-        total = inverse * 0.0
-        for i in tl.static_range(n):
-            total += g[i * n + j]
-        gb = gb + (total,)
-    for back in range(iters):
-        before = ()
-        for j in tl.static_range(n):
-            before = before + (tl.load(history + ((iters - 1 - back) * n + j) * n_threads + rows),)
-        a = _mhc_inverse_sums(k, before, n, 1, n)
-        new, new_a, new_b = (), (), ()
-        for i in tl.static_range(n):                # b[j] = 1 / sum_i a[i] k[i,j]
-            total = ga[i]
-            for j in tl.static_range(n):
-                step = a[i] * k[i * n + j] * b[j] * gb[j]
-                new = new + (g[i * n + j] - step,)
-                total -= step
-            new_a = new_a + (total,)
-        g, new = new, ()
-        for _ in tl.static_range(n):
-            new_b = new_b + (inverse * 0.0,)
-        for i in tl.static_range(n):                # a[i] = 1 / sum_j k[i,j] before[j]
-            after = ()
-            for j in tl.static_range(n):
-                step = a[i] * k[i * n + j] * before[j] * new_a[i]
-                new = new + (g[i * n + j] - step,)
-                after = after + (new_b[j] - step,)
-            new_b = after
-        g, gb, b, ga = new, new_b, before, ()
-        for _ in tl.static_range(n):
-            ga = ga + (inverse * 0.0,)
+    g = _mhc_sinkhorn_backward(k, of_maps, history, rows, n_threads, iters, n)
     clamped, highest = inverse * 0.0, inverse * 0.0     # what the shift by the maximum takes back: zero but for the clamps
     for i in tl.static_range(n * n):
         clamped += tl.where(k[i] > 1e-12, g[i], 0.0)
