@@ -468,6 +468,32 @@ def _heads_forward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_
         _write(k_out, row, ka, kb, mask, HALF)
 
 
+@triton.jit
+def _depth_mix_gradients(mean_a, mean_b, fa, fb, va, vb, ma, mb, dka, dkb, dva, dvb, log_total, row, mask, table, n_sources, k, v, rows, n_rows, cols, scale,
+                         HALF: tl.constexpr, ALIGN: tl.constexpr):
+    """The gradients of the mean query, of the own key, added to dk, and of the own value, given the mixed value m and its gradient dv; adds those of the
+    sources to what lies in their buffers."""
+    centre = tl.sum(dva * ma + dvb * mb, 1)     # sum_j alpha_j <dv, m_j>, the softmax backward's mean
+    alpha = tl.exp(tl.sum(mean_a * fa + mean_b * fb, 1) * scale - log_total)
+    own = alpha[:, None]
+    ds = (alpha * (tl.sum(dva * va + dvb * vb, 1) - centre) * scale)[:, None]
+    dka, dkb = dka + ds * mean_a, dkb + ds * mean_b
+    dmean_a, dmean_b = ds * fa, ds * fb
+    for j in range(0, n_sources):
+        sa, sb = _read(_pointer(table, 5 * j, k, ALIGN), row, mask, HALF)
+        ua, ub = _read(_pointer(table, 5 * j + 1, v, ALIGN), row, mask, HALF)
+        grad_k, grad_v = _pointer(table, 5 * j + 2, k, ALIGN), _pointer(table, 5 * j + 3, v, ALIGN)
+        filled = (rows < tl.where(tl.load(table + 5 * j + 4) != 0, n_rows, 0))[:, None] & (cols < HALF)
+        gka, gkb = _read(grad_k, row, filled, HALF)     # what earlier readers left there; not read when there were none
+        gva, gvb = _read(grad_v, row, filled, HALF)
+        alpha = tl.exp(tl.sum(mean_a * sa + mean_b * sb, 1) * scale - log_total)
+        ds = (alpha * (tl.sum(dva * ua + dvb * ub, 1) - centre) * scale)[:, None]
+        dmean_a, dmean_b = dmean_a + ds * sa, dmean_b + ds * sb
+        _write(grad_k, row, gka + ds * mean_a, gkb + ds * mean_b, mask, HALF)
+        _write(grad_v, row, gva + alpha[:, None] * dva, gvb + alpha[:, None] * dvb, mask, HALF)
+    return dmean_a, dmean_b, dka, dkb, dva * own, dvb * own
+
+
 @triton.jit(do_not_specialize=["n_sources"])
 def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k_weight, cos, sin, dq, dk, dv, dq_strides, dk_strides, dv_strides,
                            mixed, lse, grad, dw, table, n_sources, n_tiles, T, eps, scale, G: tl.constexpr, GROUP: tl.constexpr,
@@ -523,25 +549,8 @@ def _heads_backward_kernel(q, k, v, q_strides, k_strides, v_strides, q_weight, k
                 na, nb = _finish(queries[m][0], queries[m][1], qwa, qwb, c, s, eps, D, Q_NORM, ROPE, False)
                 mean_a, mean_b = mean_a + na / GROUP, mean_b + nb / GROUP
             fa, fb = _finish(ka, kb, kwa, kwb, c, s, eps, D, K_NORM, ROPE, K_NORM_LAST)
-            centre = tl.sum(dva * ma + dvb * mb, 1)     # sum_j alpha_j <dv, m_j>, the softmax backward's mean
-            alpha = tl.exp(tl.sum(mean_a * fa + mean_b * fb, 1) * scale - log_total)
-            own = alpha[:, None]
-            ds = (alpha * (tl.sum(dva * va + dvb * vb, 1) - centre) * scale)[:, None]
-            dka, dkb = dka + ds * mean_a, dkb + ds * mean_b
-            dmean_a, dmean_b = ds * fa, ds * fb
-            for j in range(0, n_sources):
-                sa, sb = _read(_pointer(table, 5 * j, k, ALIGN), row, mask, HALF)
-                ua, ub = _read(_pointer(table, 5 * j + 1, v, ALIGN), row, mask, HALF)
-                grad_k, grad_v = _pointer(table, 5 * j + 2, k, ALIGN), _pointer(table, 5 * j + 3, v, ALIGN)
-                filled = (rows < tl.where(tl.load(table + 5 * j + 4) != 0, T * G, 0))[:, None] & (cols < HALF)
-                gka, gkb = _read(grad_k, row, filled, HALF)     # what earlier readers left there; not read when there were none
-                gva, gvb = _read(grad_v, row, filled, HALF)
-                alpha = tl.exp(tl.sum(mean_a * sa + mean_b * sb, 1) * scale - log_total)
-                ds = (alpha * (tl.sum(dva * ua + dvb * ub, 1) - centre) * scale)[:, None]
-                dmean_a, dmean_b = dmean_a + ds * sa, dmean_b + ds * sb
-                _write(grad_k, row, gka + ds * mean_a, gkb + ds * mean_b, mask, HALF)
-                _write(grad_v, row, gva + alpha[:, None] * dva, gvb + alpha[:, None] * dvb, mask, HALF)
-            dva, dvb = dva * own, dvb * own
+            dmean_a, dmean_b, dka, dkb, dva, dvb = _depth_mix_gradients(mean_a, mean_b, fa, fb, va, vb, ma, mb, dka, dkb, dva, dvb, log_total, row, mask, table,
+                                                                        n_sources, k, v, rows, T * G, cols, scale, HALF, ALIGN)
             dmean_a, dmean_b = dmean_a / GROUP, dmean_b / GROUP
         for m in tl.static_range(GROUP):
             dqa, dqb = dmean_a, dmean_b
