@@ -61,7 +61,7 @@ steps = 0  # timed steps of each method; 0 = 40 on CUDA, 6 elsewhere
 peer = ""  # hf_llama = Hugging Face's Llama of the same shape as well, compiled and eager
 device = ""  # cpu, cuda, cuda:1, mps; empty = the best there is
 dtype = ""  # bfloat16 or float32 of the matmuls; empty = bfloat16 on CUDA, float32 elsewhere
-compile = True  # torch.compile the layers; on CPUs only if it is given
+compile = True  # torch.compile the MLPs where no Triton kernels run, and --peer; on CPUs only if it is given
 cuda_graph = False  # every method once more, with forward and backward as one CUDA graph
 grad_checkpoint = False  # recompute each layer in the backward pass
 cold = False  # also time each method's first step in a process of its own with empty compiler caches
@@ -476,13 +476,13 @@ def compare(c, device, autocast):
     contenders, failed, batches = assemble(c, listed, batch, device, autocast)
     steps = c.steps or (40 if device.type == "cuda" else 6)
     group = min(steps, GROUP.get(device.type, 2))
-    for turn in range(-1, math.ceil(steps / group)):
+    for turn in range(-1 if device.type == "cuda" else 0, math.ceil(steps / group)):
         for contender in contenders if turn % 2 == 0 else reversed(contenders):
             try:
                 take_turn(contender, batches, group, device)
             except torch.OutOfMemoryError:
                 raise ValueError(f"{contender.name} does not fit beside the others at --batch_size={batch}; give a smaller one, or fewer --methods a run.") from None
-            if turn < 0:  # a GPU that has rested is faster than one at its power limit: the first round only warms it up
+            if turn < 0:  # not counted: a rested GPU is faster than one at its power limit
                 contender.turns.clear()
     rows = [row(contender, contenders[0], batch * fields["block_size"], peak_flops(device_name(device), c.dtype)) for contender in contenders]
     for r in rows:
@@ -692,7 +692,7 @@ def elementwise_cases(c, device, dtype):
             Case("swiglu", fused.swiglu, definitions.swiglu, lambda B, T: [state(B, T, 2 * I)], 3 * I, 5 * I, ("swiglu",)),
             Case("cross_entropy", cross_entropy, definitions.cross_entropy, logits, 2 * V, 0, ("cross_entropy",), timed=fused.cross_entropy_),
             *[Case("hyper_connection", connect_fused, connect, hyper_inputs, (3 * n + 2) * C, (7 * n + 6) * C,
-                   ("mhc_write", "mhc_read", "mhc_dots", "mhc_read_backward", "mhc_write_backward"))] * (n <= fused.MOST_STREAMS)]
+                   ("mhc_write", "mhc_read", "mhc_dots_backward", "mhc_read_backward", "mhc_write_backward"))] * (n <= fused.MOST_STREAMS)]
 
 
 def depth_cases(c, device, dtype):
@@ -1159,7 +1159,7 @@ def main(argv=None):
         title, rows, notes, errors = make(c, device, autocast)
         if c.json:
             Path(c.json).write_text(dumps(origin | {"title": title, "rows": rows, "notes": notes, "errors": errors}, indent=1) + "\n")
-    told = [origin["device"], *(f"{k} {v}" for k, v in origin["versions"].items() if v), *(f"attention {v}" for k, v in origin.items() if k == "attention")]
+    told = [origin["device"], *(f"{k} {v}" for k, v in origin["versions"].items() if v), *([f"attention {origin['attention']}"] if "attention" in origin else [])]
     print("", ", ".join(told), title, *table(rows), *notes, sep="\n", flush=True)
     if errors:
         raise SystemExit("error: " + " ".join(errors))

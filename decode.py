@@ -169,7 +169,7 @@ def _parts(K):
     return width, triton.next_power_of_2(parts), first, triton.next_power_of_2(parts - first) if parts > first else 0
 
 
-# PTX: once more, until all words have their tags, or for seconds: an error, not for ever
+# PTX: read again until every word has its tag; after seconds of that, trap instead of waiting for ever
 _AGAIN = tl.constexpr("add.u32 tries, tries, 1; setp.gt.u32 go, tries, 4000000; @go trap; setp.ne.b32 go, left, 0; @go bra AGAIN;")
 
 
@@ -235,7 +235,7 @@ def _four(size, H, D, copies):
 
 @triton.constexpr_function
 def _copies(D):
-    """Words of a log-sum-exp, for different programs: all of them asking for one would be slow. No more than a warp stores at once."""
+    """Copies of a log-sum-exp, so that not all programs poll the same word; at most a warp's worth, since one warp stores them."""
     return min(32, D // 2)
 
 

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Launch settings: (warps a program, elements a thread holds of one tile[, programs a multiprocessor in kernels that loop over tiles[, tiles in
-# flight or, for heads and MoDA, registers a thread at most]]). mHC's tiles have columns of several streams: (warps, elements, columns, tiles in flight[, programs
-# a multiprocessor]). 8 elements of bfloat16 are one 16-byte access. The values are the best of what was tried on an H200.
+# flight or, for heads and MoDA, registers a thread at most]]). mHC's tiles, but for mhc_read's, are a few columns of all streams: (warps, elements, columns of a tile,
+# tiles in flight[, programs a multiprocessor]). 8 elements of bfloat16 are one 16-byte access. The values are the best of what was tried on an H200.
 SETTINGS = {
     "rms_norm_forward": (2, 16),
     "rms_norm_backward": (2, 16, 4, 3),
@@ -38,7 +38,7 @@ SETTINGS = {
     "average_backward": (8, 8, 1),
     "mhc_write": (8, 8, 32, 3),
     "mhc_read": (2, 16),
-    "mhc_dots": (4, 8, 64, 3),
+    "mhc_dots_backward": (4, 8, 64, 3),
     "mhc_read_backward": (4, 16, 64, 3, 3),
     "mhc_write_backward": (4, 8, 64, 3),
 }
@@ -875,7 +875,7 @@ def _flash_attn():
             from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
             return 'flash_attn_4', _flash_attn_fwd, _flash_attn_bwd
     except (ImportError, OSError, AttributeError) as error:
-        if getattr(error, "name", None) not in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):  # these: it is not installed
+        if not (isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")):  # else it is not there
             warnings.warn(f"flash-attn 4 is installed but cannot be imported, so another attention runs: {type(error).__name__}: {error}", stacklevel=2)
     for name, module in ('flash_attn_3', 'flash_attn_interface'), ('flash_attn_2', 'flash_attn'):
         try:
@@ -1545,7 +1545,7 @@ def average(sources, first):
 # Hyper-connections (mHC, arXiv 2512.24880): n streams X [tokens, n, C], which one sub-layer writes and the next one reads
 #
 # A token's maps are E = n + n + n*n numbers: pre | post | res. In tensors of [tokens, C], forward moves 3n + 2: `write` reads the streams and u, writes the
-# streams and projects them while it has them; `read` mixes and norms them. Backward moves 7n + 6: `dots` takes the products of the streams and the
+# streams and projects them while it has them; `read` mixes and norms them. Backward, in these passes, moves 7n + 6: `dots` takes the products of the streams and the
 # gradient of h that the maps' gradients need, `maps_backward` has one thread a token, `read_backward` gives the whole gradient of the streams and, since its
 # programs own columns, keeps the projection's in registers, and `write_backward` takes the streams' gradient to the old streams, u and the old maps.
 
@@ -1962,7 +1962,7 @@ def _mhc_read_backward(x: Tensor, dout: Tensor, dh: Tensor, dmaps: Tensor, maps:
     tokens, floats = x.numel() // (n * C), functools.partial(torch.empty, device=x.device, dtype=torch.float32)
     dx, dprojection, dscale, d_norm, small = torch.empty_like(x), torch.empty_like(projection), torch.empty_like(scale), floats(C if norm else 0), floats(E + 3)
     if launch:
-        programs, shapes, E_ = _ceil_div(tokens, 32), _mhc_shapes(x, "mhc_dots"), max(16, _power_of_2(E))
+        programs, shapes, E_ = _ceil_div(tokens, 32), _mhc_shapes(x, "mhc_dots_backward"), max(16, _power_of_2(E))
         dots, mixed, dy, scalars, sums = floats(tokens, 2 * n), x.new_empty(tokens, C), x.new_empty(tokens, E), floats(tokens, 3), floats(programs, E + 3)
         _mhc_dots_kernel[(_ceil_div(tokens, shapes["ROWS"]),)](x, pre, norm_weight, dh, dots, mixed, tokens, **shapes)
         _mhc_maps_backward_kernel[(programs,)](dots, dmaps, y, pre, maps, rstd, affine, dy, scalars, sums, floats(iters, n, 32 * programs), tokens, iters, norm_eps,
@@ -2014,6 +2014,11 @@ def hyper_connection(streams, u, maps, projection, scale, logits, iters, eps, no
     takes the second one's maps from them and reads its input. With E = n + n + n*n, y = projection [E, nC] RMS(vec X) with the norm's scale [nC], and in float32
     pre = sigmoid(alpha y + bias), post = 2 sigmoid(...), res = Sinkhorn(...) of `iters` iterations. logits: the biases of pre [n], post [n], res [n, n], then
     their alphas, one number each. h = RMSNorm(sum_j pre[j] X_j) with norm_weight [C], or the sum itself. All parameters in float32.
-    Returns (streams, h [..., C], maps [..., n + n*n] in float32: post | res), of which the next call takes the first and the last."""
+    Returns (streams, h [..., C], maps [..., n + n*n] in float32: post | res), of which the next call takes the first and the last.
+    Raises ValueError for more than MOST_STREAMS streams and for shapes that do not fit."""
+    *tokens, n, C = streams.shape
+    given = [list(x.shape) for x in (streams, u, maps, projection) if x is not None]
+    if n > MOST_STREAMS or given[1:] != ([] if u is None else [[*tokens, C], [*tokens, n + n * n]]) + [[n * (n + 2), n * C]]:
+        raise ValueError(f"streams, u, maps and projection of {given} were given; expected [..., n, C] with n at most {MOST_STREAMS}, [..., C], [..., n + n*n] and [n*(n+2), n*C]")
     streams, u, maps, norm_weight, *learned = (x if x is None else x.contiguous() for x in (streams, u, maps, norm_weight, projection, scale, *logits))
     return _HyperConnection.apply(streams, u, maps, norm_weight, iters, eps, norm_eps, *learned)

@@ -50,7 +50,7 @@ class GPTConfig:
     attnres_block_size: int = 12  # AttnRes: sub-layers between two sources (attention and MLP count one each)
     attnres_recency_bias_init: float = 3.0  # AttnRes snapshots: initial bias of the current stream's score
     attnres_sources: str = "snapshots"  # AttnRes: snapshots (of the stream; the reference) or block_sums (Attention Residuals paper)
-    mhc_num_streams: int = 4  # mHC: parallel residual streams
+    mhc_num_streams: int = 4  # mHC: parallel residual streams; more than 4 run without kernels
     mhc_sinkhorn_iters: int = 20  # mHC: Sinkhorn iterations, each rows then columns
     mhc_alpha_init: float = 0.01  # mHC: initial weight of the input-dependent part of each map
     n_loop: int = 1  # times that the layers between prelude and coda are run
@@ -554,7 +554,7 @@ class DenseFormer(Residual):
 
 
 def weighted_sum(sources, weights):
-    """sum_i weights[i] * sources[i] for n tensors of one shape and weights [n]."""
+    """sum_i weights[i] * sources[i] for n tensors of one shape and n weights, numbers or tensors [..., 1]."""
     return sum(w.type_as(x) * x for w, x in zip(weights, sources))
 
 
@@ -694,10 +694,10 @@ class MHC(Residual):
         return 2 * M * matmul, 2 * M * (2 * n * C * (n + 3) + 4 * config.mhc_sinkhorn_iters * n * n) + 2 * n * C
 
 
-def mixed(streams, weights, u=None, weight=None):
-    """sum_j weights[..., j] streams[..., j, :], plus weight u: streams [B,T,n,C], weights [B,T,n], u [B,T,C], weight [B,T] -> [B,T,C]."""
+def mixed(streams, weights, u=None, u_weight=None):
+    """sum_j weights[..., j] streams[..., j, :], plus u_weight u: streams [B,T,n,C], weights [B,T,n], u [B,T,C], u_weight [B,T] -> [B,T,C]."""
     total = weighted_sum(streams.unbind(2), weights.unsqueeze(-1).unbind(2))
-    return total if u is None else total + weight.unsqueeze(-1).type_as(u) * u
+    return total if u is None else total + u_weight.unsqueeze(-1).type_as(u) * u
 
 
 class HyperConnection(nn.Module):
@@ -995,10 +995,7 @@ class GPT(nn.Module):
         return 6 * n + 12 * len(self.order) * c.n_head * c.head_dim * seq_len
 
     def compile_blocks(self, **options):
-        """
-        torch.compile for the part of a layer that looks the same whatever connector and depth method it has, where no kernels stand in for it: it is
-        compiled once for all layers.
-        """
+        """torch.compile for the MLPs, once for all layers, where no Triton kernels run: the MLP looks the same whatever the connector and depth method."""
         for layer in self.layers if not fused(self.embed.weight) else ():
             layer.mlp.compile(**options)
 

@@ -139,7 +139,8 @@ def style_of(i):
 def draw_curves(ax, curves, names, axis, smooth, ymin, ymax, first=0):
     """
     Draws runs: train curves as running means of their faint logged losses, evaluations as points of the same colour. curves: (x, values) of the train lines and (x, values) of the evaluations of
-    each run, of which the former may be empty; first: the number of the first one, which its colour and marker follow. The first twentieth does not decide the limits.
+    each run, of which the former may be empty; first: the number of the first one, which its colour and marker follow. The first twentieth does not decide
+    the limits.
     """
     handles, tails = [], []
     for i, (((at, values), (val_at, val)), name) in enumerate(zip(curves, names), first):
@@ -182,11 +183,13 @@ def plot_difference(logs, names, axis="steps", smooth=0, ymin=0.0, ymax=0.0, tit
     first, curves, labels = logs[0], [], []
     for log, name in zip(logs[1:], names[1:]):
         (_, mine, base), (_, val_mine, val_base) = (np.intersect1d(log[key], first[key], return_indices=True) for key in ("step", "val_step"))
-        if not len(mine):
-            raise ValueError(f"{name} has no train line at a step of {names[0]}, so that there is no difference to draw; the runs need the same --log_interval.")
+        same = log["seed"] == first["seed"]
+        if not len(mine if same else val_mine):
+            line, option = ("train line", "--log_interval") if same else ("evaluation", "--eval_interval")
+            raise ValueError(f"{name} has no {line} at a step of {names[0]}, so that there is no difference to draw; the runs need the same {option}.")
         at, val_at = positions(log, axis)
         val = log["val_loss"][val_mine] - first["val_loss"][val_base]
-        mine, base = (mine, base) if log["seed"] == first["seed"] else ([], [])
+        mine, base = (mine, base) if same else ([], [])
         curves.append(((at[mine], log["train_loss"][mine] - first["train_loss"][base]), (val_at[val_mine], val)))
         labels.append(name + (f"  ({val[-1]:+.4f})" if len(val) else ""))
     fig, ax = plt.subplots(figsize=(width, 0.5 * width + 0.15 * math.ceil(len(labels) / 3)), layout="constrained")

@@ -68,7 +68,7 @@ grad_clip = 1.0  # largest norm of the gradient; 0 = no clipping
 # machine
 device = ""  # cpu, cuda, cuda:1, mps; empty = the best there is
 dtype = ""  # float32, bfloat16, float16 of the matmuls (parameters stay float32); empty = bfloat16 on GPUs that have it, float32 elsewhere
-compile = True  # torch.compile the layers; on CPUs, where it takes minutes and a C++ compiler, only if it is given
+compile = True  # torch.compile the MLPs where no Triton kernels run; on CPUs, where it takes minutes and a C++ compiler, only if it is given
 cuda_graph = False  # replay each micro-step as one CUDA graph: small models train faster, to the same numbers; on one GPU, else it stays off
 seed = 1337  # of the weights and of the order of the data
 grad_checkpoint = False  # recompute each layer in the backward pass: less memory, about a third more time
@@ -219,7 +219,7 @@ def set_precision(c, ranks):
 
 
 def wrap(model, c, ranks):
-    """The model as the loop calls it: layers compiled, and gradients averaged over the ranks by DDP."""
+    """The model as the loop calls it: MLPs compiled where no kernels run, and gradients averaged over the ranks by DDP."""
     if c.compile and (ranks.device.type == "cuda" or "compile" in c.given):
         model.compile_blocks()
     if ranks.world_size == 1:

@@ -321,6 +321,14 @@ def test_hyper_connection_with_tensors_that_are_views():
     check(*connect(leaves, [True] * 12, 3), leaves, 2e-5)
 
 
+def test_hyper_connection_refuses_what_does_not_fit():
+    streams, u, maps, projection, scale, *logits, weight = connection(2, 16, torch.float32)
+    with pytest.raises(ValueError, match=r"\[2, 8, 6\], \[8, 32\]\] were given; expected"):
+        kernels.hyper_connection(streams, u, maps[:, :8], projection, scale, logits, 3, 1e-5, weight)
+    with pytest.raises(ValueError, match="n at most 4"):
+        kernels.hyper_connection(streams.repeat(1, 1, 3, 1), None, None, projection, scale, logits, 3, 1e-5, weight)
+
+
 def test_hyper_connection_where_exp_is_clamped():
     leaves = connection(3, 32, torch.float32, spread=40.0)
     fused, definition = connect(leaves, [True] * 12, 3)
@@ -407,5 +415,9 @@ def test_a_broken_flash_attn_is_said(tmp_path, monkeypatch):
     importlib.invalidate_caches()
     with pytest.warns(UserWarning, match="flash-attn 4 is installed but cannot be imported, .* No module named 'a_part_that_is_missing'"):
         assert find() == (None, None, None)
-    for name in ("flash_attn", "flash_attn.cute"):
+    (tmp_path / "flash_attn/cute/interface.py").write_text("")
+    sys.modules.pop("flash_attn.cute.interface", None)
+    with pytest.warns(UserWarning, match="cannot import name '_flash_attn_bwd'"):
+        assert find() == (None, None, None)
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         sys.modules.pop(name, None)

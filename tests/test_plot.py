@@ -269,6 +269,8 @@ def test_difference_figure(tmp_path):
         plot.plot_difference([logs[0], logs[1] | {"step": logs[1]["step"] + 1}], ["a", "b"])
     zero, *drawn = plot.plot_difference([logs[0], logs[1] | {"seed": 2}], ["a", "b"]).axes[0].lines
     assert [len(line.get_xdata()) for line in drawn] == [21]  # it reads other tokens: only its evaluations compare
+    with pytest.raises(ValueError, match="b has no evaluation at a step of a"):
+        plot.plot_difference([logs[0], logs[1] | {"seed": 2, "val_step": logs[1]["val_step"] + 1}], ["a", "b"])
 
 
 def test_names_of_runs_tell_them_apart(tmp_path):
