@@ -662,7 +662,8 @@ def elementwise_cases(c, device, dtype):
         d = x.clone()
         return fused.cross_entropy_(d, targets), d
 
-    sizes = [n, n, n * n, 1, 1, 1]  # of the biases of pre, post, res, and of their factors; one tensor, as a sum of 4 numbers that nearly cancel has no accuracy of its own
+    # the biases of pre, post and res and their factors: one tensor, since a gradient that is a sum of numbers that nearly cancel has no accuracy of its own
+    sizes = [n, n, n * n, 1, 1, 1]
 
     def learned(small):
         pre, post, res, *alphas = small.split(sizes)
@@ -674,13 +675,12 @@ def elementwise_cases(c, device, dtype):
                 1 + 0.1 * normal(n * C), normal(sum(sizes)), weight()]
 
     def connect(x, u, maps, projection, scale, small, w):
-        pre_bias, post_bias, res_bias, alpha_pre, alpha_post, alpha_res = learned(small)
-        post, res = maps.split([n, n * n], -1)
-        x = res.unflatten(-1, (n, n)) @ x + post.unsqueeze(-1) * u.unsqueeze(2)
-        pre, post, res = (definitions.rms_norm(x.flatten(2), scale, eps) @ projection.T).split(sizes[:3], -1)
-        res = definitions.sinkhorn((alpha_res * res).unflatten(-1, (n, n)) + res_bias, c.mhc_sinkhorn_iters)
-        h = (torch.sigmoid(alpha_pre * pre + pre_bias).unsqueeze(2) @ x).squeeze(2)
-        return x, definitions.rms_norm(h, w, eps), torch.cat((2 * torch.sigmoid(alpha_post * post + post_bias), res.flatten(2)), -1)
+        connector = definitions.MHC(dataclasses.replace(c, n_layer=1, n_prelude=0, n_coda=0))
+        names = ("pre_logits", "post_logits", "residual_logits", "alpha_pre", "alpha_post", "alpha_res", "projection.weight", "norm.weight")
+        values = dict(zip(names, (*learned(small), projection, scale), strict=True))
+        maps_of = functools.partial(torch.func.functional_call, connector.sites[0], values)
+        h, (x, maps) = connector.read((x, u, maps), maps_of, lambda h: definitions.rms_norm(h, w, eps))
+        return x, h, maps
 
     def connect_fused(x, u, maps, projection, scale, small, w):
         return fused.hyper_connection(x, u, maps, projection, scale, learned(small), c.mhc_sinkhorn_iters, eps, w, eps)
@@ -691,8 +691,8 @@ def elementwise_cases(c, device, dtype):
                  lambda B, T: [state(B, T), state(B, T), weight()], 4 * C, 4 * C),
             Case("swiglu", fused.swiglu, definitions.swiglu, lambda B, T: [state(B, T, 2 * I)], 3 * I, 5 * I, ("swiglu",)),
             Case("cross_entropy", cross_entropy, definitions.cross_entropy, logits, 2 * V, 0, ("cross_entropy",), timed=fused.cross_entropy_),
-            *[Case("hyper_connection", connect_fused, connect, hyper_inputs, (3 * n + 2) * C, (7 * n + 6) * C,
-                   ("mhc_write", "mhc_read", "mhc_dots_backward", "mhc_read_backward", "mhc_write_backward"))] * (n <= fused.MOST_STREAMS)]
+            *([Case("hyper_connection", connect_fused, connect, hyper_inputs, (3 * n + 2) * C, (7 * n + 6) * C,
+                    ("mhc_write", "mhc_read", "mhc_dots_backward", "mhc_read_backward", "mhc_write_backward"))] if n <= fused.MOST_STREAMS else [])]
 
 
 def depth_cases(c, device, dtype):

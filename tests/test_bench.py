@@ -44,6 +44,7 @@ def test_every_method_is_trained_in_turn_and_reported(tmp_path, capsys):
         assert row["MFU %"] is None and row["peak GB"] is None  # not known on a CPU
     assert found["rows"][0]["overhead %"] == 0
     assert found["command"].startswith("python bench.py --device=cpu") and found["versions"]["torch"] == torch.__version__ and found["device"]
+    assert found["attention"] == "math"
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[-6:]] == ["method", *methods.split(",")]
 
@@ -76,7 +77,8 @@ def test_a_method_has_the_fields_of_its_own_config_at_a_named_shape():
     (["--methods=vanila"], "vanilla"), (["--methods=vanilla:depth_strid=3"], "depth_stride"), (["--methods=vanilla:n_layer=many"], "n_layer"),
     (["--methods=depth_attention:n_head=3"], "n_kv_head"), (["--shape=7t"], "410m"), (["--peer=gpt5"], "hf_llama"), (["--dtype=float8"], "bfloat16"),
     (["--decode", "--profile"], "one table"), (["--stepz=3"], "--steps"), (["--decode", "--new_tokens=16"], "room"), (["--decode", "--prompt_tokens=0"], "--prompt_tokens=0"), (["--json=no/such/x.json"], "no folder"),
-    (["--plan", "--world_size=0"], "--world_size=0"), (["--plan", "--mfu=0"], "--mfu=0"), (["--steps=-1"], "--steps=-1")])
+    (["--plan", "--world_size=0"], "--world_size=0"), (["--plan", "--mfu=0"], "--mfu=0"), (["--steps=-1"], "--steps=-1"),
+    (["--only=swiglu"], "--only=swiglu chooses among the kernels and needs --kernels")])
 def test_a_mistake_ends_in_one_sentence(refused, argv, words):
     assert words in refused(bench.main, ["--device=cpu", *argv])
 
@@ -90,6 +92,8 @@ def test_some_of_the_kernels(tmp_path, refused, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert [row["kernel"] for row in run(tmp_path, "--kernels", "--shape=tiny", "--only=swig,rms_n")["rows"]] == ["rms_norm", "swiglu"]
+    cases = bench.all_cases(GPTConfig(**TINY), CPU, torch.float32)  # of MoDA's settings --kernels times the whole operator alone
+    assert {entry for case in cases for entry in case.settings} == {entry for entry in pytest.importorskip("kernels").SETTINGS if "moda" not in entry}
     assert "--only=conv" in refused(bench.main, ["--device=cpu", "--kernels", "--shape=tiny", "--only=conv"])
 
 
