@@ -151,6 +151,7 @@ def start_log(out_dir, header, step=None):
     """
     Begins out_dir/log.jsonl with the header (a dict). With step, a run resumes there: the file is kept up to that step, since what
     came after is going to be done again, and the header is added once more. Otherwise an earlier run's files are moved aside.
+    Raises ValueError if the folder cannot be made.
     """
     path = Path(out_dir) / "log.jsonl"
     configurator.make_folder("out_dir", out_dir)

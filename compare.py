@@ -353,7 +353,7 @@ def main(argv=None):
         if c.table:
             done = read_results(configurator.ROOT / c.results)
             if not done:
-                raise ValueError(f"{configurator.ROOT / c.results} holds no log of a finished run yet; run python compare.py first.")
+                raise ValueError(f"{configurator.ROOT / c.results} holds no log of a finished run yet; python compare.py --results={c.results} makes some.")
             check_steps(c, done, c.max_iters or next(iter(done.values()))["max_iters"])
             file = configurator.ROOT / c.results / "data.json"
             return print("\n".join(table_lines(done, methods, json.loads(file.read_text(encoding="utf-8")) if file.exists() else None)))

@@ -199,8 +199,8 @@ def _receive_heads(queries, D, threads):
     words, outputs = (queries + 2) * D, 2 * queries + 4
     each, q = -(-words // threads), outputs
     k, half, tag = q + 1, q + 2, q + 3
-    body = [f".shared .align 16 .b32 heads[{words}]; .reg .pred on<{each}>, go; .reg .b32 id, i<{each}>, left, tries, base, at, v<{each}>, t<{each}>; .reg .b64 w<{each}>, a<{each}>, o;",
-            "mov.u32 id, %tid.x; mov.u32 base, heads; mov.b32 tries, 0;"]
+    body = [f".shared .align 16 .b32 heads[{words}]; .reg .pred on<{each}>, go; .reg .b64 w<{each}>, a<{each}>, o;",
+            f".reg .b32 id, i<{each}>, left, tries, base, at, v<{each}>, t<{each}>;", "mov.u32 id, %tid.x; mov.u32 base, heads; mov.b32 tries, 0;"]
     for j in range(each):
         body += [f"add.u32 i{j}, id, {j * threads}; setp.lt.u32 on{j}, i{j}, {words}; mov.b64 w{j}, {{0, ${tag}}}; setp.lt.u32 go, i{j}, {queries * D};",
                  f"selp.b64 o, ${q}, ${k}, go; selp.b32 left, 0, {queries * D}, go; sub.u32 left, i{j}, left; mad.wide.u32 a{j}, left, 8, o;"]
@@ -443,8 +443,8 @@ def _new_heads(q_at, k_at, half, tag, QUERIES: tl.constexpr, D: tl.constexpr, TH
     if GRID > 1:
         x, turn = (tl.zeros([HALF], tl.float32),) * (2 * QUERIES + 4), 0
         while turn < 1:  # as in _received
-            x = tl.inline_asm_elementwise(_receive_heads(QUERIES, D, THREADS), _constraints_heads(2 * QUERIES + 4), [(q_at - half).to(tl.int64), (k_at - half).to(tl.int64), half, tag],
-                                          dtype=(tl.float32,) * (2 * QUERIES + 4), is_pure=False, pack=1)
+            x = tl.inline_asm_elementwise(_receive_heads(QUERIES, D, THREADS), _constraints_heads(2 * QUERIES + 4),
+                                          [(q_at - half).to(tl.int64), (k_at - half).to(tl.int64), half, tag], dtype=(tl.float32,) * (2 * QUERIES + 4), is_pure=False, pack=1)
             turn += 1
     else:
         x = ()
@@ -581,8 +581,8 @@ def _joined(part, lse, position, tag, H: tl.constexpr, D: tl.constexpr, BLOCK: t
     for first in range(0, n, 4):
         o_at, lse_at, left = part + first * (H * D) + place, lse + first * (H * COPIES) + mine, n - first
         if GRID > 1:
-            x = tl.inline_asm_elementwise(_receive(_four(SIZE, H, D, COPIES), 2, PACK), _constraints(8, 2, PACK), [o_at.to(tl.int64), lse_at.to(tl.int64), tag, _small(tag), tl.where(cols < H * D, left, 0)],
-                                          dtype=(tl.float32,) * 8, is_pure=False, pack=PACK)
+            x = tl.inline_asm_elementwise(_receive(_four(SIZE, H, D, COPIES), 2, PACK), _constraints(8, 2, PACK),
+                                          [o_at.to(tl.int64), lse_at.to(tl.int64), tag, _small(tag), tl.where(cols < H * D, left, 0)], dtype=(tl.float32,) * 8, is_pure=False, pack=PACK)
         else:
             x = ()
             for s in tl.static_range(4):

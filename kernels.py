@@ -1962,11 +1962,12 @@ def _mhc_read_backward(x: Tensor, dout: Tensor, dh: Tensor, dmaps: Tensor, maps:
     tokens, floats = x.numel() // (n * C), functools.partial(torch.empty, device=x.device, dtype=torch.float32)
     dx, dprojection, dscale, d_norm, small = torch.empty_like(x), torch.empty_like(projection), torch.empty_like(scale), floats(C if norm else 0), floats(E + 3)
     if launch:
-        programs, shapes, E_ = _ceil_div(tokens, 32), _mhc_shapes(x, "mhc_dots_backward"), max(16, _power_of_2(E))
+        a_program = 32      # tokens, one a thread
+        programs, shapes, E_ = _ceil_div(tokens, a_program), _mhc_shapes(x, "mhc_dots_backward"), max(16, _power_of_2(E))
         dots, mixed, dy, scalars, sums = floats(tokens, 2 * n), x.new_empty(tokens, C), x.new_empty(tokens, E), floats(tokens, 3), floats(programs, E + 3)
         _mhc_dots_kernel[(_ceil_div(tokens, shapes["ROWS"]),)](x, pre, norm_weight, dh, dots, mixed, tokens, **shapes)
-        _mhc_maps_backward_kernel[(programs,)](dots, dmaps, y, pre, maps, rstd, affine, dy, scalars, sums, floats(iters, n, 32 * programs), tokens, iters, norm_eps,
-                                               n, C, norm, 32, num_warps=1)
+        _mhc_maps_backward_kernel[(programs,)](dots, dmaps, y, pre, maps, rstd, affine, dy, scalars, sums, floats(iters, n, a_program * programs), tokens, iters, norm_eps,
+                                               n, C, norm, a_program, num_warps=1)
         shapes = _mhc_shapes(x, "mhc_read_backward")
         blocks = n * _ceil_div(C, shapes["BLOCK"])
         splits = max(1, min(_ceil_div(tokens, shapes["ROWS"]), _multiprocessors(x.device) * SETTINGS["mhc_read_backward"][4] // blocks))

@@ -138,23 +138,24 @@ def style_of(i):
 
 def draw_curves(ax, curves, names, axis, smooth, ymin, ymax, first=0):
     """
-    Draws runs: train curves as running means of their faint logged losses, evaluations as points of the same colour. curves: (x, values) of the train lines and (x, values) of the evaluations of
-    each run, of which the former may be empty; first: the number of the first one, which its colour and marker follow. The first twentieth does not decide
-    the limits.
+    Draws runs: train curves as running means of their faint logged losses, evaluations as points of the same colour. curves: (x, values) of the train lines
+    and (x, values) of the evaluations of each run, of which the former may be empty; first: the number of the first one, which its colour and marker follow.
+    The first twentieth does not decide the limits.
     """
     handles, tails = [], []
     for i, (((at, values), (val_at, val)), name) in enumerate(zip(curves, names), first):
         colour, marker, dashes = style_of(i)
+        early = 0.05 * max(*at[-1:], *val_at[-1:], 0.0)
         if len(at):
             n = smooth or max(9, len(at) // 20)
             ax.plot(at, values, color=colour, lw=0.6, alpha=0.2, zorder=1)  # a logged loss is that of one step: with small batches it scatters
             end = max(1, len(at) - n // 4)  # the last means are of so few lines that they would end the curve in a spike
             at, curve = at[:end], running_mean(values, n)[:end]
             ax.plot(at, curve, dashes, color=colour, lw=1.1, alpha=0.75)
-            tails += [*curve[at > 0.05 * at[-1]]]
+            tails += [*curve[at > early]]
         ax.plot(val_at, val, marker, color=colour, ms=4, mec="white", mew=0.5, zorder=3)
         handles.append(Line2D([], [], color=colour, ls=dashes if len(at) else "", marker=marker, ms=4, mec="white", mew=0.5, lw=1.1, label=name))
-        tails += [*val[val_at > 0.05 * max(val_at, default=0)]]
+        tails += [*val[val_at > early]]
     low, high = np.nanmin(tails), np.nanmax(tails)
     ax.set_ylim(ymin or low - 0.04 * (high - low) - 1e-3, ymax or high + 0.04 * (high - low) + 1e-3)
     ax.set_xlim(left=0)

@@ -249,6 +249,8 @@ def test_loss_figure(tmp_path):
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("Training tokens", "Loss (nats per token)")
     low, high = ax.get_ylim()
     assert 2.8 < low < 3.1 and 5.4 < high < 5.6  # the first twentieth, up to 5.6, does not decide
+    rare = plot.plot_loss([logs[0] | {"val_step": np.array([0.0, 1.0]), "val_loss": np.array([9.0, 8.0])}], ["first"])
+    assert rare.axes[0].get_ylim()[1] < 6  # nor does it where evaluations are rare
     assert plot.short(0) == "0" and plot.short(1500) == "1.5k" and plot.short(2e9) == "2B" and plot.short(0.25) == "0.25"
 
 
